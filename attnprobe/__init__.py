@@ -1,0 +1,76 @@
+"""attnprobe: attention heads measured as operators while a language model reads and writes.
+
+A `Probe` attaches to the attention patterns of a TransformerLens model and streams every new row to
+analyzers that keep small running statistics; `SAUQ` and `score` turn them into an uncertainty.
+
+>>> import attnprobe as ap
+>>> ap.functional.__name__
+'attnprobe.functional'
+
+Names are loaded on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# public name -> module that defines it (None: the submodule itself)
+_EXPORTS: dict[str, str | None] = {
+    "functional": None,
+    "Rows": "attnprobe.rows",
+    "Analyzer": "attnprobe.analyzers",
+    "TDO": "attnprobe.analyzers",
+    "IntrinsicTDO": "attnprobe.analyzers",
+    "MeanRoutingSplit": "attnprobe.analyzers",
+    "SpectralEntropyBound": "attnprobe.analyzers",
+    "TransportCapacity": "attnprobe.analyzers",
+    "Asymmetry": "attnprobe.analyzers",
+    "SelfAttention": "attnprobe.analyzers",
+    "PreviousTokenAttention": "attnprobe.analyzers",
+    "Probe": "attnprobe.probe",
+    "SAUQ": "attnprobe.uncertainty",
+    "RAUQ": "attnprobe.uncertainty",
+    "Perplexity": "attnprobe.uncertainty",
+    "MeanTokenEntropy": "attnprobe.uncertainty",
+    "Score": "attnprobe.uncertainty",
+    "score": "attnprobe.uncertainty",
+    "load_model": "attnprobe.models",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from attnprobe import functional
+    from attnprobe.analyzers import (
+        TDO,
+        Analyzer,
+        Asymmetry,
+        IntrinsicTDO,
+        MeanRoutingSplit,
+        PreviousTokenAttention,
+        SelfAttention,
+        SpectralEntropyBound,
+        TransportCapacity,
+    )
+    from attnprobe.models import load_model
+    from attnprobe.probe import Probe
+    from attnprobe.rows import Rows
+    from attnprobe.uncertainty import RAUQ, SAUQ, MeanTokenEntropy, Perplexity, Score, score
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'attnprobe' has no attribute {name!r}; it offers {', '.join(_EXPORTS)}")
+    module = _EXPORTS[name]
+    value = importlib.import_module(f"attnprobe.{name}") if module is None else getattr(
+        importlib.import_module(module), name
+    )
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,205 @@
+"""The Token Difference Operator of a head: participation ratio and second eigenvalue."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnprobe.analyzers.base import Analyzer
+from attnprobe.functional.gram import prefix_key_weights, prefix_ratio_of_rows
+from attnprobe.functional.measures import Measure, unembedding_measure, zipf_measure
+from attnprobe.rows import Rows
+from attnprobe.state import Columns, Gram
+
+MEASURES = ("intrinsic", "counting", "positional", "zipf", "unembedding")
+SCOPES = ("prefix", "generation", "generation-raw")
+_SOURCE = "Spectral Geometry of Attention (arXiv 2610.06012), Token Difference Operator"
+
+
+class TDO(Analyzer):
+    """Participation ratio and lambda_2 of D = Omega_mu^-1 A^T Omega_pi A, exactly.
+
+    Results: `participation_ratio` in (0, 1]: the fraction of directions among tokens that the head keeps apart,
+    and `lambda2`: its second eigenvalue (dimensionless). Other measures and scopes are named in the result:
+    `participation_ratio_counting`, `participation_ratio_generation`, ...
+
+    Keeps the Gram matrix: O(n^2) memory a head and O(n^2) time a row.
+
+    Args:
+        measure: "intrinsic" (default), "counting", "positional", "zipf" or "unembedding" (SPEC of each: see
+            `attnprobe.functional.measures`). The last two read token ids.
+        scope: "prefix": all tokens so far; "generation": the generation block, rows renormalised;
+            "generation-raw": the same with raw rows.
+        lambda2: also compute lambda_2 (final value only; one Lanczos iteration a head at the end).
+        trace: keep the participation ratio at every step.
+
+    Raises:
+        ValueError: unknown measure or scope.
+
+    >>> import torch
+    >>> from attnprobe import Rows, TDO
+    >>> tdo = TDO(measure="counting")
+    >>> tdo.update(Rows.from_pattern(torch.eye(4).reshape(1, 1, 4, 4)))
+    >>> tdo.compute()["participation_ratio_counting"].tolist()
+    [[1.0]]
+
+    Source: [SG] arXiv 2610.06012.
+    """
+
+    def __init__(
+        self,
+        measure: str = "intrinsic",
+        *,
+        scope: str = "prefix",
+        lambda2: bool = True,
+        trace: bool = False,
+    ) -> None:
+        super().__init__(trace=trace)
+        if measure not in MEASURES:
+            raise ValueError(f"unknown measure {measure!r}: choose one of {', '.join(MEASURES)}.")
+        if scope not in SCOPES:
+            raise ValueError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}.")
+        self.measure = measure
+        self.scope = scope
+        self.lambda2 = lambda2
+        suffix = "".join(
+            f"_{part.replace('-', '_')}" for part in (measure, scope) if part not in ("intrinsic", "prefix")
+        )
+        self.ratio_name = f"participation_ratio{suffix}"
+        self.lambda2_name = f"lambda2{suffix}"
+        if measure in ("zipf", "unembedding"):
+            self.needs = ("pattern", "tokens")
+
+    @property
+    def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override]
+        """Descriptions of the results, with the measure and scope they belong to."""
+        described = {"units": "1", "source": _SOURCE, "measure": self.measure, "scope": self.scope}
+        return {
+            self.ratio_name: {"long_name": "participation ratio (tr S)^2 / (n ||S||_F^2)", **described},
+            self.lambda2_name: {"long_name": "second eigenvalue of the TDO", **described},
+        }
+
+    def update(self, rows: Rows) -> None:
+        if self.measure == "positional" and not (rows.causal and rows.self_attention):
+            raise ValueError(
+                "the positional measure is the pullback of uniform causal attention; this site is not causal."
+            )
+        scoped = self._scoped(rows)
+        self._columns.update(scoped)
+        self._gram.update(scoped)
+        if self.measure in ("zipf", "unembedding"):
+            self._token_mass = self._weights_of_tokens(scoped)
+
+    def compute(self) -> dict[str, Tensor]:
+        columns, gram = self._columns, self._gram.matrix
+        mass = columns.mass
+        if mass.shape[-1] == 0:
+            nan = mass.new_full(mass.shape[:-1], torch.nan)
+            return {self.ratio_name: nan} | ({self.lambda2_name: nan} if self.lambda2 else {})
+        count = columns.count[:, None, None]
+        weights = prefix_key_weights(mass.unsqueeze(-2), count, self._measure(columns))
+        trace = (columns.energy * weights.squeeze(-2)).sum(-1)
+        square = gram.weighted_square(weights).squeeze(-1)
+        ratio = trace.square() / (count.squeeze(-1) * square)
+        result = {self.ratio_name: ratio}
+        if self.lambda2:
+            result[self.lambda2_name] = self._second_eigenvalue()
+        return result
+
+    def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
+        scoped = self._scoped(rows)
+        columns, gram = self._columns, self._gram
+        mass, energy = columns.before(scoped)
+        measure: Measure
+        if self.measure in ("zipf", "unembedding"):
+            measure = self._with_sink(self._weights_of_tokens(scoped), scoped.sink is not None)
+        else:
+            measure = self.measure
+        position = scoped.position[:, None]
+        ratio = prefix_ratio_of_rows(gram.matrix, mass, energy, scoped.keys, position, measure)
+        return {self.ratio_name: torch.where(position >= 0, ratio, torch.nan)}
+
+    @property
+    def _columns(self) -> Columns:
+        return self.use(Columns, self.scope)
+
+    @property
+    def _gram(self) -> Gram:
+        return self.use(Gram, self.scope)
+
+    def _scoped(self, rows: Rows) -> Rows:
+        if self.scope == "prefix":
+            return rows
+        return rows.generation_block(renormalize=self.scope == "generation")
+
+    def _measure(self, columns: Columns) -> Measure:
+        if self.measure in ("zipf", "unembedding"):
+            return self._with_sink(self._token_mass, columns.sunk)
+        return self.measure
+
+    def _with_sink(self, mu: Tensor, sunk: bool) -> Tensor:
+        """A sink is no token: it gets the mean weight of the tokens (our reading)."""
+        if not sunk:
+            return mu
+        present = (mu > 0).sum(-1, keepdim=True).clamp_min(1)
+        return torch.cat([mu.sum(-1, keepdim=True) / present, mu], -1)
+
+    def _weights_of_tokens(self, rows: Rows) -> Float[Tensor, "batch 1 key"]:
+        if rows.tokens is None:
+            raise ValueError(f"the measure {self.measure!r} needs token ids and the host shows none here.")
+        present = rows.tokens >= 0
+        tokens = rows.tokens.clamp_min(0)
+        if self.measure == "zipf":
+            mu = zipf_measure(tokens)
+        elif self.leverage is None:
+            raise ValueError("the measure 'unembedding' needs the host's unembedding matrix: use it in a Probe.")
+        else:
+            mu = unembedding_measure(tokens, self.leverage)
+        return (mu.to(rows.pattern) * present).unsqueeze(1)
+
+    def _second_eigenvalue(self) -> Float[Tensor, "batch head"]:
+        columns, gram = self._columns, self._gram
+        if self.measure == "intrinsic":
+            return gram.second_eigenvalue(columns)
+        mass = columns.mass
+        count = columns.count[:, None]
+        mu = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure(columns)).squeeze(-2)
+        root = mu.sqrt()
+        matrix = gram.matrix.dense() * root.unsqueeze(-1) * root.unsqueeze(-2)
+        second = torch.linalg.eigvalsh(matrix)[..., -2:].amin(-1) if matrix.shape[-1] > 1 else mass.new_zeros(())
+        return (second * self._scale(columns)).clamp_min(0.0).expand(mass.shape[:-1])
+
+    def _scale(self, columns: Columns) -> Tensor:
+        """pi / mu relative to the weights used above: pi = 1/n, and mu sums to 1 over the tokens."""
+        if self.measure == "counting":
+            return columns.mass.new_ones(())
+        if self.measure == "positional":
+            return columns.mass.new_ones(())  # both carry 1/n
+        mu = self._token_mass
+        return mu.sum(-1) / columns.count[:, None]
+
+
+class IntrinsicTDO(TDO):
+    """The Token Difference Operator under the intrinsic measure mu = A^T pi of the head itself.
+
+    Results: `participation_ratio` in (0, 1] and `lambda2` in [0, 1]. A copy map has participation ratio 1, a map
+    that sends every query to one key has 1/n, whatever mass a head keeps on a sink beside what it routes.
+
+    Args:
+        scope, lambda2, trace: as in `TDO`.
+
+    >>> import torch
+    >>> from attnprobe import IntrinsicTDO, Rows
+    >>> sink = torch.zeros(1, 1, 4, 4)
+    >>> sink[..., 0] = 1
+    >>> tdo = IntrinsicTDO()
+    >>> tdo.update(Rows.from_pattern(sink))
+    >>> {name: value.item() for name, value in tdo.compute().items()}
+    {'participation_ratio': 0.25, 'lambda2': 0.0}
+
+    Source: [SG] arXiv 2610.06012.
+    """
+
+    def __init__(self, *, scope: str = "prefix", lambda2: bool = True, trace: bool = False) -> None:
+        super().__init__("intrinsic", scope=scope, lambda2=lambda2, trace=trace)

@@ -1,0 +1,1 @@
+"""The command line: `attnprobe score` and `attnprobe models`."""

@@ -1,0 +1,68 @@
+"""The mathematics of attnprobe as functions of torch tensors: no model, no state.
+
+Patterns are [..., n_query, n_key] with rows that sum to 1; leading dimensions are kept. float64 in, float64
+out; float32 in, float32 out; half precision is computed and returned in float32. Nothing is modified in
+place. Every function that takes a pattern also takes `rows=` and `mask=`: see `check_pattern`.
+"""
+
+from attnprobe.functional.direction import HodgeSplit, asymmetry, hodge_from_columns, hodge_split
+from attnprobe.functional.entropy import EntropyBound, entropy_bound, entropy_from_moments, spectral_entropy
+from attnprobe.functional.gram import prefix_participation_ratio
+from attnprobe.functional.laplacian import laplacian_eigenvalues
+from attnprobe.functional.measures import (
+    leverage_scores,
+    positional_measure,
+    unembedding_measure,
+    zipf_measure,
+)
+from attnprobe.functional.patterns import CheckedPattern, check_pattern
+from attnprobe.functional.recurrence import recurrent_confidence, recurrent_log_confidence
+from attnprobe.functional.routing import RoutingSplit, routing_split, split_from_moments
+from attnprobe.functional.tdo import participation_ratio, tdo_matrix, tdo_spectrum
+from attnprobe.functional.transport import (
+    PrefixCapacity,
+    SpectralCapacity,
+    ThresholdCapacity,
+    capacity_from_columns,
+    landscape_from_columns,
+    prefix_capacity,
+    prefix_landscape,
+    spectral_capacity,
+    threshold_capacity,
+)
+
+__all__ = [
+    "CheckedPattern",
+    "EntropyBound",
+    "HodgeSplit",
+    "PrefixCapacity",
+    "RoutingSplit",
+    "SpectralCapacity",
+    "ThresholdCapacity",
+    "asymmetry",
+    "capacity_from_columns",
+    "check_pattern",
+    "entropy_bound",
+    "entropy_from_moments",
+    "hodge_from_columns",
+    "hodge_split",
+    "landscape_from_columns",
+    "laplacian_eigenvalues",
+    "leverage_scores",
+    "participation_ratio",
+    "positional_measure",
+    "prefix_capacity",
+    "prefix_landscape",
+    "prefix_participation_ratio",
+    "recurrent_confidence",
+    "recurrent_log_confidence",
+    "routing_split",
+    "spectral_capacity",
+    "spectral_entropy",
+    "split_from_moments",
+    "tdo_matrix",
+    "tdo_spectrum",
+    "threshold_capacity",
+    "unembedding_measure",
+    "zipf_measure",
+]

@@ -1,0 +1,142 @@
+"""What a host offers, whatever the library: attention sites, what passes there, and when a forward begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+# What can pass at a site, and the last part of the hook's name.
+HOOKS = {
+    "pattern": "hook_pattern",
+    "z": "hook_z",
+    "v": "hook_v",
+    "k": "hook_k",
+    "q": "hook_q",
+    "scores": "hook_attn_scores",
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention of the model.
+
+    Attributes:
+        name: the common prefix of its hooks, such as "blocks.3.attn".
+        stack: the part before the layer number, such as "blocks" or "decoder_blocks".
+        layer: layer number within the stack.
+        kind: "causal" self-attention, "bidirectional" self-attention or "cross"-attention.
+        side: whose tokens are the queries: "decoder" or "encoder".
+    """
+
+    name: str
+    stack: str
+    layer: int
+    kind: str = "causal"
+
+    @property
+    def side(self) -> str:
+        return "encoder" if self.kind == "bidirectional" else "decoder"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The tokens one side of a forward was given: [batch, new] ids and the mask over all slots, past ones included."""
+
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+    past: int | None = None  # slots in the cache; None where the host does not say
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward of the model."""
+
+    decoder: Stream = field(default_factory=Stream)
+    encoder: Stream = field(default_factory=Stream)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One `generate` of the model: its forwards belong to the same sequences.
+
+    Attributes:
+        stop_tokens: ids after which a row of the batch runs on as padding.
+        max_forwards: how many forwards generate; a later one only refills a cache. None: unknown.
+    """
+
+    stop_tokens: tuple[int, ...] = ()
+    max_forwards: int | None = None
+
+
+class Listener(Protocol):
+    """Who listens to a host: called in the order of events. Exceptions travel out of the model's forward."""
+
+    def on_call(self, call: Call) -> None:
+        """A forward begins."""
+
+    def on_part(self, site: Site, part: str, value: Tensor) -> None:
+        """Something passes at a site, a part being a key of `HOOKS`."""
+
+    def on_logits(self, logits: Tensor) -> None:
+        """The forward gave these next-token logits [batch, query, vocab]."""
+
+    def on_call_end(self) -> None:
+        """The forward went through."""
+
+    def on_generate(self, generation: Generation) -> None:
+        """A `generate` begins."""
+
+    def on_generate_end(self, output: Any) -> None:
+        """The `generate` is over; `output` is what it returns, None if it raised or was abandoned."""
+
+
+class Host(Protocol):
+    """A model as the probe sees it."""
+
+    model: Any
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of layers, None where the model does not say."""
+
+    @property
+    def pad_token(self) -> int | None:
+        """The padding id, None where there is none."""
+
+    def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
+        """The attention sites whose pattern hook matches a glob or a predicate.
+
+        Raises:
+            ValueError: none does; the sentence names near misses.
+        """
+
+    def watch(
+        self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool
+    ) -> AbstractContextManager[None]:
+        """Report to the listener until the context is left, then leave the model as it was found.
+
+        Raises:
+            ValueError: a site has no hook for a part.
+        """
+
+    def unembedding(self) -> Tensor:
+        """The unembedding matrix [vocab, d_model]."""
+
+    def decode(self, tokens: Tensor, mask: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
+        """One forward of a decoder on new tokens [batch, new].
+
+        Args:
+            mask: [batch, seen + new] 1 for real tokens, past ones included.
+            cache: what the last call returned, None at first.
+            keep: logits of the last `keep` tokens suffice.
+
+        Returns:
+            Logits [batch, keep or more, vocab] and the cache.
+
+        Raises:
+            TypeError: the model is no decoder that can be driven token by token.
+        """

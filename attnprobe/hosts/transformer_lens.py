@@ -1,0 +1,272 @@
+"""TransformerLens models: TransformerBridge, HookedTransformer, any HookedRootModule with the named hooks.
+
+They are told apart by what they offer:
+
+- a bridge has `original_model`, a torch module whose forward has the tokens, the mask and the cache as arguments;
+- a HookedTransformer has `blocks`, each called with the mask and its cache entry, and an `embed` that sees tokens;
+- any other module is asked for the `attention_mask` its own forward was given, if it was.
+
+Hooks go in as permanent ones under a level of their own, so that `reset_hooks`, `hooks(...)` and `run_with_cache` of
+the user do not take them away, and come out by that level, so that the user's hooks stay.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import importlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnprobe.hosts.base import HOOKS, Call, Listener, Site, Stream
+from attnprobe.hosts.generation import listen_to_generate
+
+# TransformerLens counts nested contexts with small positive levels; ours never meet them.
+_levels = itertools.count(-1_000_000, -1)
+
+
+class HookedHost:
+    """A model with `hook_dict`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._hooks: dict[str, Any] = dict(model.hook_dict)
+
+    @property
+    def n_layers(self) -> int | None:
+        return getattr(getattr(self.model, "cfg", None), "n_layers", None)
+
+    @property
+    def pad_token(self) -> int | None:
+        return getattr(getattr(self.model, "tokenizer", None), "pad_token_id", None)
+
+    def unembedding(self) -> Tensor:
+        original = _original_model(self.model)
+        if original is not None and hasattr(original, "get_output_embeddings"):
+            embeddings = original.get_output_embeddings()
+            if embeddings is not None:
+                weight: Tensor = embeddings.weight
+                return weight
+        w_u = getattr(self.model, "W_U", None)
+        if w_u is None:
+            raise ValueError("the measure 'unembedding' needs an unembedding matrix, and this model shows none.")
+        return w_u.T
+
+    def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
+        matches = select if callable(select) else (lambda name: fnmatch.fnmatchcase(name, select))
+        names = [name for name in self._hooks if name.endswith("." + HOOKS["pattern"])]
+        chosen = [name for name in names if matches(name)]
+        if not chosen:
+            raise ValueError(_nothing_matches(select, names))
+        return sorted((self._site(name) for name in chosen), key=lambda site: (site.stack, site.layer, site.name))
+
+    def decode(self, tokens: Tensor, mask: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
+        original = _original_model(self.model)
+        if original is not None:
+            if getattr(getattr(original, "config", None), "is_encoder_decoder", False) or self._bidirectional:
+                raise TypeError("answers are scored on decoder-only models; this one has an encoder.")
+            extra = {"logits_to_keep": keep} if _takes(original, "logits_to_keep") else {}
+            logits, cache = self.model(
+                tokens,
+                return_type="logits_and_cache",
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            )
+            return logits, cache
+        if not hasattr(self.model, "blocks") or not hasattr(self.model, "cfg"):
+            raise TypeError(
+                f"answers are scored on a TransformerBridge or HookedTransformer; {type(self.model).__name__} has no "
+                "key/value cache to decode with."
+            )
+        if cache is None:
+            cache = _hooked_transformer_cache(self.model, tokens.shape[0])
+        # this host keeps the mask of past tokens in its cache
+        new = mask[:, -tokens.shape[1] :]
+        return self.model.forward(tokens, return_type="logits", past_kv_cache=cache, attention_mask=new), cache
+
+    @contextmanager
+    def watch(
+        self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool
+    ) -> Iterator[None]:
+        level = next(_levels)
+        with ExitStack() as stack:
+            for site in sites:
+                for part in parts:
+                    point = self._hook_point(site, part)
+                    stack.callback(point.remove_hooks, "fwd", including_permanent=True, level=level)
+                    point.add_hook(_reporter(listener, site, part), is_permanent=True, level=level)
+            for handle in self._listen_to_calls(listener, sites, logits=logits):
+                stack.callback(handle.remove)
+            stack.enter_context(listen_to_generate(self.model, listener))
+            yield
+
+    def _listen_to_calls(self, listener: Listener, sites: Sequence[Site], *, logits: bool) -> list[Any]:
+        original = _original_model(self.model)
+        if original is not None:
+            return _listen_to_module(original, listener, logits=logits)
+        blocks = getattr(self.model, "blocks", None)
+        if isinstance(blocks, nn.ModuleList) and hasattr(self.model, "embed"):
+            return _listen_to_blocks(self.model, blocks, listener, logits=logits)
+        return _listen_to_module(self.model, listener, logits=logits)
+
+    def _site(self, hook_name: str) -> Site:
+        name = hook_name[: -len(HOOKS["pattern"]) - 1]
+        number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+        stack = name[: number.start()].strip(".") if number else name
+        if "cross" in name[len(stack) :]:
+            kind = "cross"
+        elif "encoder" in stack or self._bidirectional:
+            kind = "bidirectional"
+        else:
+            kind = "causal"
+        return Site(name=name, stack=stack, layer=int(number.group(1)) if number else 0, kind=kind)
+
+    @property
+    def _bidirectional(self) -> bool:
+        cfg = getattr(self.model, "cfg", None)
+        if getattr(cfg, "attention_dir", None) == "bidirectional":
+            return True
+        config = getattr(_original_model(self.model), "config", None)
+        return getattr(config, "model_type", "") in _ENCODER_ONLY and not getattr(config, "is_decoder", False)
+
+    def _hook_point(self, site: Site, part: str) -> Any:
+        name = f"{site.name}.{HOOKS[part]}"
+        if name not in self._hooks:
+            near = difflib.get_close_matches(name, self._hooks, n=3, cutoff=0.6)
+            raise ValueError(
+                f"{site.name} has no hook {HOOKS[part]!r}, which an analyzer needs (part {part!r})"
+                + (f"; near it: {', '.join(near)}." if near else ".")
+            )
+        return self._hooks[name]
+
+
+def _takes(module: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(module.forward).parameters
+
+
+def _hooked_transformer_cache(model: Any, batch: int) -> Any:
+    module = importlib.import_module("transformer_lens")
+    kind = getattr(module, "TransformerLensKeyValueCache", None) or module.HookedTransformerKeyValueCache
+    return kind.init_cache(model.cfg, model.cfg.device, batch)
+
+
+_ENCODER_ONLY = frozenset({"bert", "roberta", "distilbert", "albert", "electra", "modernbert", "xlm-roberta"})
+
+
+def _original_model(model: Any) -> nn.Module | None:
+    try:
+        original = model.original_model
+    except AttributeError:
+        return None
+    return original if isinstance(original, nn.Module) else None
+
+
+def _reporter(listener: Listener, site: Site, part: str) -> Callable[..., None]:
+    def report(value: Tensor, hook: Any) -> None:  # a hook that returned anything would replace the activation
+        listener.on_part(site, part, value)
+
+    return report
+
+
+def _nothing_matches(select: str | Callable[[str], bool], names: list[str]) -> str:
+    if not names:
+        return "this model has no attention pattern hook (`hook_pattern`) at all, so there is nothing to watch."
+    what = repr(select) if isinstance(select, str) else "the given predicate"
+    near = difflib.get_close_matches(select, names, n=3, cutoff=0.0) if isinstance(select, str) else names[:3]
+    return (
+        f"{what} matches none of the {len(names)} pattern hooks of this model; near it: {', '.join(near)}. "
+        "Patterns are globs such as 'blocks.*.attn.hook_pattern'."
+    )
+
+
+def _listen_to_module(module: nn.Module, listener: Listener, *, logits: bool) -> list[Any]:
+    """A module whose forward is called with tokens, mask and cache as arguments."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        listener.on_call(_call_of(args, kwargs))
+
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if logits:
+            listener.on_logits(_logits_of(output))
+        listener.on_call_end()
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
+        tokens = None
+    mask = kwargs.get("attention_mask")
+    past = _cached(kwargs.get("past_key_values"))
+    if "decoder_input_ids" in kwargs or "encoder_outputs" in kwargs:
+        return Call(
+            decoder=Stream(kwargs.get("decoder_input_ids"), kwargs.get("decoder_attention_mask"), past),
+            encoder=Stream(tokens, mask, 0),
+        )
+    stream = Stream(tokens, mask, past)
+    return Call(decoder=stream, encoder=Stream(tokens, mask, 0))
+
+
+def _cached(cache: Any) -> int | None:
+    """Tokens a transformers cache holds."""
+    if cache is None:
+        return 0
+    if hasattr(cache, "get_seq_length"):
+        return int(cache.get_seq_length())
+    return None
+
+
+def _logits_of(output: Any) -> Tensor:
+    logits = getattr(output, "logits", output)
+    if isinstance(logits, tuple):
+        logits = logits[0]
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        raise ValueError(
+            "token probabilities were asked for and this model's forward returns no next-token logits "
+            "[batch, query, vocab]."
+        )
+    return logits
+
+
+def _listen_to_blocks(model: Any, blocks: nn.ModuleList, listener: Listener, *, logits: bool) -> list[Any]:
+    """A HookedTransformer: its `generate` calls `forward` directly, so the blocks are listened to instead."""
+    embedded: list[Tensor] = []
+
+    def embed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        embedded[:] = [args[0] if args else kwargs["tokens"]]
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        n_new = args[0].shape[1]
+        tokens = embedded[0][:, -n_new:] if embedded and embedded[0].ndim == 2 else None
+        entry = kwargs.get("past_kv_cache_entry")
+        past = 0 if entry is None else entry.past_keys.shape[1]
+        listener.on_call(Call(decoder=Stream(tokens, kwargs.get("attention_mask"), past)))
+
+    def after(*_: Any) -> None:
+        listener.on_call_end()
+
+    def unembed(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        cap = getattr(model.cfg, "output_logits_soft_cap", -1.0) or -1.0
+        listener.on_logits(cap * torch.tanh(output / cap) if cap > 0 else output)
+
+    handles = [
+        model.embed.register_forward_hook(embed, with_kwargs=True),
+        blocks[0].register_forward_pre_hook(before, with_kwargs=True),
+        blocks[-1].register_forward_hook(after),
+    ]
+    if logits:
+        handles.append(model.unembed.register_forward_hook(unembed))
+    return handles

@@ -1,0 +1,438 @@
+"""The probe: what to watch, attaching to a model, and what was found."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnprobe.analyzers.base import Analyzer
+from attnprobe.functional.measures import leverage_scores
+from attnprobe.hosts import Call, Generation, Host, Site, host_of
+from attnprobe.results import Batch, dataset_of
+from attnprobe.row_policy import check_policy
+from attnprobe.sequences import Plan, Sequences
+from attnprobe.stream import SiteStream
+from attnprobe.token_trace import TokenTrace
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+DEFAULT_PATTERN = "blocks.*.attn.hook_pattern"
+
+
+def middle_layers(n_layers: int) -> list[int]:
+    """L//3 to ceil(2L/3) inclusive, clipped to the model: 10 to 22 of 32 layers.
+
+    >>> from attnprobe.probe import middle_layers
+    >>> middle_layers(32)[0], middle_layers(32)[-1], middle_layers(1), middle_layers(2)
+    (10, 22, [0], [0, 1])
+    """
+    last = min(math.ceil(2 * n_layers / 3), n_layers - 1)
+    return list(range(min(n_layers // 3, last), last + 1))
+
+
+class Probe:
+    """Streams the attention rows of a model to analyzers while it reads and generates.
+
+    Args:
+        analyzers: what to compute on every watched head.
+        layers: "all" (default), "middle" (L//3 to ceil(2L/3) inclusive), or a list of layer numbers.
+        heads: "all" (default) or a list of head numbers.
+        pattern: which attention: a glob over pattern hooks or a predicate on their names; the default watches
+            self-attention of a decoder, "blocks.*.attn.hook_pattern".
+        rows: what to do with rows that do not sum to 1: "error" (default), "renormalize", or "sink", which gives the
+            missing mass to a key that is not a token (models whose softmax has a sink, such as GPT-OSS).
+        logits: also keep the log-probability and entropy of the tokens, for uncertainty scores.
+
+    Every call of the model starts new sequences; one `generate`, or a forward that goes on from a cache, continues
+    them. Prompts in several cached chunks are one prompt. A batch may be padded on either side, with its attention
+    mask; padding is not part of a sequence, and every sequence gets the numbers it gets alone.
+
+    Raises:
+        ValueError, TypeError: a wrong argument, in one sentence.
+
+    >>> import attnprobe as ap
+    >>> probe = ap.Probe([ap.IntrinsicTDO(), ap.TransportCapacity()], layers="middle")
+    >>> probe
+    Probe([IntrinsicTDO, TransportCapacity], layers='middle', heads='all')
+    """
+
+    def __init__(
+        self,
+        analyzers: Iterable[Analyzer],
+        *,
+        layers: str | Sequence[int] = "all",
+        heads: str | Sequence[int] = "all",
+        pattern: str | Callable[[str], bool] = DEFAULT_PATTERN,
+        rows: str = "error",
+        logits: bool = False,
+    ) -> None:
+        self.analyzers = _check_analyzers(analyzers)
+        self.layers = _check_layers(layers)
+        self.heads = _check_heads(heads)
+        self.pattern = pattern
+        self.rows = check_policy(rows)
+        self.logits = logits
+        self._parts = _parts_of(self.analyzers)
+        self._host: Host | None = None
+        self._stack = ExitStack()
+        self._depth = 0
+        self._sites: list[Site] = []
+        self._n_layers = 0
+        self._prompt_lengths: tuple[int, ...] | None = None
+        self._batches: list[Batch] = []
+        self._leverage: Tensor | None = None
+        self._vocabulary: int | None = None
+        self._generation: Generation | None = None
+        self._generation_started = False
+        self._verified: set[Site] = set()
+        self._forget_sequences()
+        self._forget_call()
+
+    # -- attaching ------------------------------------------------------------------------------------------
+
+    def attach(self, model: Any, *, prompt_lengths: int | Sequence[int] | None = None) -> Probe:
+        """Attach to a model; use as a context manager, or call `detach` later.
+
+        Args:
+            model: TransformerBridge, HookedTransformer or any HookedRootModule with the named hooks.
+            prompt_lengths: tokens of each sequence before the steps of the traces begin, for text that is read rather
+                than generated; by default all that one forward reads is prompt. 1 traces every token of a text.
+
+        Attaching again to the same model is counted; the probe leaves with the last `detach`.
+
+        Raises:
+            ValueError: no such layers, no hook matches, or the probe is attached to another model.
+            TypeError: not a model with named hooks.
+        """
+        if self._host is not None and self._host.model is not model:
+            raise ValueError("this probe is attached to another model: detach it first, or make a second probe.")
+        if self._host is None:
+            self._attach(host_of(model), prompt_lengths)
+        self._depth += 1
+        return self
+
+    def detach(self) -> None:
+        """Leave the model as it was found. What was collected stays until `reset`."""
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._host is not None:
+            if self._call is not None:
+                self._abandon()
+            self._host = None
+            self._generation = None
+            self._stack.close()
+
+    def __enter__(self) -> Probe:
+        if self._host is None:
+            raise ValueError("the probe is attached to no model: write `with probe.attach(model):`.")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.detach()
+
+    def reset(self) -> None:
+        """Forget every sequence collected so far."""
+        self._batches = []
+        self._forget_sequences()
+
+    def _attach(self, host: Host, prompt_lengths: int | Sequence[int] | None) -> None:
+        sites = host.sites(self.pattern)
+        self._sites = self._select_layers(sites, host)
+        self._prompt_lengths = _check_prompt_lengths(prompt_lengths)
+        if any(getattr(analyzer, "measure", None) == "unembedding" for analyzer in self.analyzers):
+            self._leverage = leverage_scores(host.unembedding().detach())
+        self._verified = set()
+        self._forget_call()
+        self._forget_current()
+        self._host = host
+        try:
+            self._stack.enter_context(host.watch(self, self._sites, self._parts, logits=self.logits))
+        except BaseException:
+            self._host = None
+            raise
+
+    def _select_layers(self, sites: list[Site], host: Host) -> list[Site]:
+        known = max(site.layer for site in sites) + 1
+        self._n_layers = max(known, host.n_layers or 0) if self.pattern == DEFAULT_PATTERN else known
+        if self.layers == "all":
+            return sites
+        if self.layers == "middle":
+            wanted = set(middle_layers(self._n_layers))
+        else:
+            wanted = {int(layer) for layer in self.layers}
+            there = {site.layer for site in sites}
+            if wanted - there:
+                raise ValueError(
+                    f"layers {sorted(wanted - there)} have no attention pattern here; layers with one: "
+                    f"{_ranges(sorted(there))}."
+                )
+        chosen = [site for site in sites if site.layer in wanted]
+        if not chosen:
+            raise ValueError(
+                f"layers={self.layers!r} means {_ranges(sorted(wanted))}, and none of them has an attention "
+                f"pattern; layers with one: {_ranges(sorted({site.layer for site in sites}))}."
+            )
+        return chosen
+
+    # -- listening ------------------------------------------------------------------------------------------
+
+    def on_call(self, call: Call) -> None:
+        """A forward begins (called by the host)."""
+        if self._call is not None:
+            self._abandon()
+        self._forget_call()
+        self._call = call
+
+    def on_part(self, site: Site, part: str, value: Tensor) -> None:
+        """Something passes at a site (called by the host)."""
+        if self._call is None:  # a forward that enters half way up the model
+            self.on_call(Call())
+        parts = self._arrived.setdefault(site, {})
+        parts[part] = value
+        if len(parts) == len(self._parts):
+            with torch.inference_mode():
+                self._complete(site, parts)
+            self._arrived[site] = {}
+            self._done.add(site)
+
+    def on_logits(self, logits: Tensor) -> None:
+        """The forward gave logits (called by the host)."""
+        plan = self._plans.get("decoder")
+        if plan is not None and plan.new:
+            self._vocabulary = logits.shape[-1]
+            with torch.inference_mode():
+                self._tokens.update(logits.detach(), plan, self._sides["decoder"])
+
+    def on_call_end(self) -> None:
+        """The forward went through (called by the host)."""
+        silent = [site.name for site in self._sites if site not in self._done]
+        if silent:
+            self._call = None
+            self._forget_current()
+            missing = self._missing(silent[0])
+            raise ValueError(
+                f"{len(silent)} of {len(self._sites)} watched sites did not report in this forward, the first being "
+                f"{silent[0]} (missing: {missing}): the hooks exist and did not fire. Attention computed by sdpa fires "
+                "no pattern hook (use eager attention), and a forward that stops early never reaches later layers."
+            )
+        self._call = None
+
+    def on_generate(self, generation: Generation) -> None:
+        """A `generate` begins (called by the host)."""
+        self._generation = generation
+        self._generation_started = False
+
+    def on_generate_end(self, output: Any) -> None:
+        """A `generate` is over (called by the host)."""
+        self._generation = None
+        if self._call is not None:
+            self._abandon()
+        sequences = getattr(output, "sequences", output[0] if isinstance(output, tuple) and output else output)
+        decoder = self._sides.get("decoder")
+        if not self.logits or decoder is None or not isinstance(sequences, Tensor) or sequences.ndim != 2:
+            return
+        if sequences.shape[1] == decoder.seen + 1 and not sequences.is_floating_point():
+            self._tokens.resolve(sequences[:, -1])
+
+    def last_tokens(self, tokens: Tensor) -> None:
+        """Say which token each sequence [batch] chose last, where `generate` returned text or was not used."""
+        self._tokens.resolve(tokens)
+
+    def _complete(self, site: Site, parts: dict[str, Tensor]) -> None:
+        pattern = parts["pattern"]
+        if pattern.ndim != 4:
+            raise ValueError(f"{site.name} gives a pattern of shape {tuple(pattern.shape)}, not [batch, head, query, key].")
+        plan = self._plan(site.side, pattern.shape[2], pattern.shape[3], pattern)
+        if site.kind == "cross" and "encoder" not in self._plans:
+            self._plan("encoder", pattern.shape[3], pattern.shape[3], pattern)
+        if not plan.new:
+            return
+        if site not in self._streams:
+            self._streams[site] = self._stream(site)
+        self._streams[site].take(parts, plan)
+
+    def _plan(self, side: str, n_query: int, n_key: int, pattern: Tensor) -> Plan:
+        if side in self._plans:
+            return self._plans[side]
+        assert self._call is not None
+        stream = self._call.decoder if side == "decoder" else self._call.encoder
+        generation = self._generation if self._generation_started else None
+        sequences = self._sides.get(side)
+        goes_on = sequences is not None and sequences.batch == pattern.shape[0]
+        if goes_on and sequences is not None:
+            goes_on = sequences.continues(stream, n_query, n_key, generation)
+        elif stream.past:
+            Sequences(pattern.shape[0], pattern.device, None, None).continues(stream, n_query, n_key, None)
+        if not goes_on or sequences is None:
+            if not self._plans:
+                self._finish()
+            host = self._host
+            sequences = Sequences(
+                pattern.shape[0],
+                pattern.device,
+                self._prompt_lengths if side == "decoder" else None,
+                None if host is None else host.pad_token,
+            )
+            self._sides[side] = sequences
+        self._generation_started = self._generation is not None
+        plan = sequences.plan(stream, n_query, n_key, generation)
+        self._plans[side] = plan
+        return plan
+
+    def _stream(self, site: Site) -> SiteStream:
+        queries = self._sides[site.side]
+        first_time = site not in self._verified
+        self._verified.add(site)
+        return SiteStream(
+            site,
+            self.analyzers,
+            heads=self.heads,
+            policy=self.rows,
+            queries=queries,
+            keys=self._sides["encoder"] if site.kind == "cross" else queries,
+            leverage=self._leverage,
+            verify=first_time,
+        )
+
+    def _missing(self, site_name: str) -> str:
+        arrived = next((set(v) for k, v in self._arrived.items() if k.name == site_name), set())
+        return ", ".join(part for part in self._parts if part not in arrived)
+
+    # -- sequences ------------------------------------------------------------------------------------------
+
+    def results(self) -> xr.Dataset:
+        """Everything collected so far, as an `xarray.Dataset`.
+
+        Dimensions among (sequence, layer, head, step, position). Final values have no step; the values of a trace
+        are named `..._trace` and have one, step t (from 1) being the prefix that chose generated token t. Coordinates
+        of a sequence: `length` (tokens read), `prompt_length`, `call`. Units and sources are in the attributes.
+        Save with `ds.to_netcdf(path)`, load with `xarray.load_dataset(path)`.
+
+        Raises:
+            ValueError: nothing has been collected, or a row was not a distribution.
+        """
+        batches = list(self._batches)
+        if self._streams:
+            batches.append(self._current())
+        if not batches:
+            raise ValueError("nothing has been collected: run the model while the probe is attached.")
+        attributes = {"n_layers": self._n_layers}
+        if self._vocabulary is not None:
+            attributes["vocabulary"] = self._vocabulary
+        return dataset_of(batches, self.analyzers, self.heads, attributes)
+
+    def _current(self) -> Batch:
+        with torch.inference_mode():
+            values = {site: stream.values() for site, stream in self._streams.items()}
+            decoder = self._sides.get("decoder") or self._sides["encoder"]
+            return Batch.of(
+                call=len(self._batches),
+                sites=[site for site in self._sites if site in values],
+                values=values,
+                sequences=decoder,
+                tokens=self._tokens.rows() if self.logits else None,
+            )
+
+    def _finish(self) -> None:
+        """Put the current sequences away: values only, on the host, nothing on the device."""
+        if self._streams:
+            self._batches.append(self._current())
+        self._forget_current()
+
+    def _abandon(self) -> None:
+        """The last forward raised part way: its sequences have rows in some layers only."""
+        self._call = None
+        if self._streams:
+            warnings.warn(
+                "a forward of the watched model raised before it was through; the sequences it belonged to are "
+                "dropped from the results.",
+                stacklevel=2,
+            )
+        self._forget_current()
+
+    def _forget_sequences(self) -> None:
+        self._batches = []
+        self._forget_current()
+
+    def _forget_current(self) -> None:
+        self._sides: dict[str, Sequences] = {}
+        self._streams: dict[Site, SiteStream] = {}
+        self._tokens = TokenTrace()
+
+    def _forget_call(self) -> None:
+        self._call: Call | None = None
+        self._plans: dict[str, Plan] = {}
+        self._arrived: dict[Site, dict[str, Tensor]] = {}
+        self._done: set[Site] = set()
+
+    def __repr__(self) -> str:
+        names = ", ".join(type(analyzer).__name__ for analyzer in self.analyzers)
+        heads = "all" if self.heads is None else list(self.heads)
+        return f"Probe([{names}], layers={self.layers!r}, heads={heads!r})"
+
+
+def _check_analyzers(analyzers: Iterable[Analyzer]) -> tuple[Analyzer, ...]:
+    if isinstance(analyzers, Analyzer):
+        raise TypeError("a probe takes a list of analyzers: write Probe([analyzer]).")
+    checked = tuple(analyzers)
+    if not checked:
+        raise ValueError("a probe needs at least one analyzer.")
+    for analyzer in checked:
+        if isinstance(analyzer, type) and issubclass(analyzer, Analyzer):
+            raise TypeError(f"{analyzer.__name__} is a class: write {analyzer.__name__}() to make an analyzer.")
+        if not isinstance(analyzer, Analyzer):
+            raise TypeError(f"{analyzer!r} is no analyzer: derive its class from attnprobe.Analyzer.")
+    return checked
+
+
+def _check_layers(layers: str | Sequence[int]) -> str | tuple[int, ...]:
+    if isinstance(layers, str):
+        if layers not in ("all", "middle"):
+            raise ValueError(f"layers={layers!r}: use 'all', 'middle' or a list of layer numbers.")
+        return layers
+    numbers = tuple(int(layer) for layer in ([layers] if isinstance(layers, int) else layers))
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"layers={layers!r}: give at least one layer number, counted from 0.")
+    return numbers
+
+
+def _check_heads(heads: str | Sequence[int]) -> tuple[int, ...] | None:
+    if isinstance(heads, str):
+        if heads != "all":
+            raise ValueError(f"heads={heads!r}: use 'all' or a list of head numbers.")
+        return None
+    numbers = tuple(int(head) for head in ([heads] if isinstance(heads, int) else heads))
+    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+        raise ValueError(f"heads={heads!r}: give different head numbers, counted from 0.")
+    return numbers
+
+
+def _check_prompt_lengths(lengths: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if lengths is None:
+        return None
+    numbers = (lengths,) if isinstance(lengths, int) else tuple(int(length) for length in lengths)
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"prompt_lengths={lengths!r}: a prompt has at least one token.")
+    return numbers
+
+
+def _parts_of(analyzers: Iterable[Analyzer]) -> tuple[str, ...]:
+    needed = {"pattern"}
+    for analyzer in analyzers:
+        needed |= set(analyzer.needs) - {"tokens"}
+    unknown = needed - {"pattern", "z", "v", "k", "q", "scores"}
+    if unknown:
+        raise ValueError(f"an analyzer needs {sorted(unknown)}: it may ask for pattern, z, v, k, q, scores, tokens.")
+    return tuple(sorted(needed))
+
+
+def _ranges(numbers: list[int]) -> str:
+    if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,245 @@
+"""Book-keeping of one batch of sequences: which slots are real tokens, and at which positions.
+
+A *slot* is a column of the host's batch: position in the padded prompt, then one a decode step. A *position* counts
+real tokens of one sequence. Everything above this file speaks of positions only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from attnprobe.hosts.base import Generation, Stream
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the rows of one forward are to the sequences.
+
+    Attributes:
+        fresh: the forward starts new sequences.
+        skip: leading rows already seen (a model that decodes without a cache sends them again).
+        start: slot of the first new row; new: number of new rows (0: nothing new, ignore the forward).
+        trace_from: first new row whose prefix is a step of the trace, None if none is.
+        regenerate: the prompt has grown after generated rows were seen: what was kept of them is void.
+    """
+
+    fresh: bool
+    skip: int
+    start: int
+    new: int
+    trace_from: int | None
+    regenerate: bool = False
+
+
+class Sequences:
+    """One batch of sequences, growing forward by forward.
+
+    Attributes:
+        batch: number of sequences.
+        seen: slots so far.
+        width: no sequence has more real tokens than this.
+        padded: some slots may be padding, so rows and keys must be sorted out.
+        prompt_length: [batch] real tokens before the generation; shortest_prompt: the smallest.
+        generated: rows after the prompt have been seen.
+    """
+
+    def __init__(
+        self, batch: int, device: torch.device, prompt_lengths: tuple[int, ...] | None, pad_token: int | None
+    ) -> None:
+        self.batch = batch
+        self.device = device
+        self.seen = 0
+        self.width = 0
+        self.padded = False
+        self.cached = False
+        self.generated = False
+        self.tokens: Int[Tensor, "batch slot"] | None = None
+        self._real: Bool[Tensor, "batch slot"] = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+        self._alive: Bool[Tensor, "batch"] | None = None
+        self._pad_token = pad_token
+        self._fixed_prompt = None
+        if prompt_lengths is not None:
+            if len(prompt_lengths) not in (1, batch):
+                raise ValueError(
+                    f"prompt_lengths has {len(prompt_lengths)} entries and the batch {batch} sequences: give one "
+                    "for each, or one for all."
+                )
+            self._fixed_prompt = torch.tensor(prompt_lengths, device=device).expand(batch)
+        self.prompt_length: Int[Tensor, "batch"] = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.shortest_prompt = 0
+
+    # -- growing -------------------------------------------------------------------------------------------
+
+    def plan(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> Plan:
+        """Place a forward of n_query rows on n_key keys, and take its slots in."""
+        skip = self._skip(stream, n_query, n_key, generation)
+        new = n_query - skip
+        start = self.seen
+        if new <= 0:
+            return Plan(False, skip, start, 0, None)
+        if start and not skip:
+            self.cached = True
+        self._check_cache(stream, n_query, n_key, start + new)
+        regenerate = n_query - skip > 1 and self.generated and self._fixed_prompt is None
+        self._append(stream, new, generation if start else None)
+        trace_from = self._place_prompt(start, new)
+        return Plan(start == 0, skip, start, new, trace_from, regenerate)
+
+    def continues(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> bool:
+        """Whether a forward goes on with these sequences, rather than starting new ones.
+
+        Raises:
+            ValueError: the cache it works on holds tokens that were not seen here.
+        """
+        past = stream.past
+        if past is None:
+            past = max(0, n_key - n_query)
+        if past == 0:
+            if generation is not None and self.seen:
+                return True
+            starved = n_query == n_key == 1 and stream.mask is not None and stream.mask.shape[-1] > 1
+            if starved:
+                raise ValueError(_EMPTY_CACHE)
+            return False
+        if past != self.seen:
+            raise ValueError(
+                f"the model's cache holds {past} tokens and the probe has seen {self.seen} of them: attach the "
+                "probe before the prompt is read, and do not crop the cache under it."
+            )
+        return True
+
+    def _skip(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> int:
+        if not self.seen or generation is None or (stream.past or n_key > n_query):
+            return 0
+        # in a generate, a forward without past: either every row again (no cache), or a look at the finished
+        # text after cached decoding, which brings nothing new
+        if n_query == 1 and self.seen:
+            raise ValueError(_EMPTY_CACHE)
+        return n_query if self.cached else min(self.seen, n_query)
+
+    def _check_cache(self, stream: Stream, n_query: int, n_key: int, total: int) -> None:
+        if n_query == n_key == 1 < total:
+            raise ValueError(_EMPTY_CACHE)
+
+    def _append(self, stream: Stream, new: int, generation: Generation | None) -> None:
+        real = self._real_slots(stream, new)
+        tokens = None if stream.tokens is None else stream.tokens[:, -new:].to(self.device)
+        if tokens is not None and generation is not None and generation.stop_tokens and self.batch > 1:
+            stop = torch.tensor(generation.stop_tokens, device=self.device)
+            alive = ~torch.isin(tokens[:, -1], stop)
+            self._alive = alive if self._alive is None else self._alive & alive
+            real = real & self._alive[:, None]
+            self.padded = True
+        self._real = torch.cat([self._real, real], 1)
+        if tokens is None or (self.seen and self.tokens is None):
+            self.tokens = None
+        else:
+            self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
+        self.seen += new
+        if new > 1 and self.padded:
+            longest = int(self._real.sum(1).max())
+            if longest == 0 or not bool(real.any()):
+                raise ValueError("the attention mask leaves no token at all: check that 1 marks real tokens.")
+            self.width = longest
+        else:
+            self.width += new
+
+    def _real_slots(self, stream: Stream, new: int) -> Bool[Tensor, "batch slot"]:
+        mask = stream.mask
+        if mask is None:
+            if self.padded and self._alive is None:
+                raise ValueError(
+                    "the prompt came with an attention mask and this forward without: the model would look at "
+                    "padding. Pass attention_mask= over all tokens, past ones included."
+                )
+            if new > 1:
+                self._suspect_padding(stream.tokens)
+            return torch.ones(self.batch, new, dtype=torch.bool, device=self.device)
+        if mask.ndim != 2:
+            raise ValueError(
+                f"an attention mask of shape {tuple(mask.shape)} does not say which tokens are padding: pass a "
+                "[batch, tokens] mask of 0 and 1."
+            )
+        real = mask[:, -new:].to(self.device) > 0
+        if real.shape != (self.batch, new):
+            raise ValueError(
+                f"the attention mask has shape {tuple(mask.shape)}, too short for {self.batch} sequences of "
+                f"{new} new tokens."
+            )
+        # one look at a small tensor: free on the CPU, and on an accelerator taken only where a prompt is read
+        if new > 1 or self.device.type == "cpu":
+            self.padded = self.padded or not bool(real.all())
+        else:
+            self.padded = True
+        return real
+
+    def _suspect_padding(self, tokens: Tensor | None) -> None:
+        """A batch that looks padded and comes without a mask has wrong numbers in it: say so."""
+        if tokens is None or self._pad_token is None or tokens.shape[0] < 2:
+            return
+        pad = (tokens == self._pad_token).to(torch.int64)
+        leading = pad.cumprod(1).sum(1)
+        trailing = pad.flip(1).cumprod(1).sum(1)
+        if bool((leading != leading[0]).any()) or (int(trailing.max()) > 1 and bool((trailing != trailing[0]).any())):
+            raise ValueError(
+                f"the batch looks padded with token {self._pad_token} and no attention_mask was given, so padding "
+                "would be taken for text: pass attention_mask= to the model."
+            )
+
+    def _place_prompt(self, start: int, new: int) -> int | None:
+        """Set the prompt lengths and find the first new row that is a step."""
+        if self._fixed_prompt is not None:
+            self.prompt_length = self._fixed_prompt
+            self.shortest_prompt = int(self._fixed_prompt.min()) if start == 0 else self.shortest_prompt
+        elif new > 1 or start == 0:
+            self.prompt_length = self._real.sum(1)
+            self.shortest_prompt = int(self.prompt_length.min()) if self.padded else self.width
+            self.generated = False
+        else:
+            self.generated = True
+            return 0
+        if new == 1 and start > self.shortest_prompt and not self.padded:
+            return 0
+        steps = (self.positions(start, new) >= self.prompt_length[:, None] - 1).any(0)
+        first = steps.to(torch.int64).argmax()
+        return int(first) if bool(steps.any()) else None
+
+    # -- reading -------------------------------------------------------------------------------------------
+
+    def positions(self, start: int, new: int) -> Int[Tensor, "batch slot"]:
+        """Position of each of these slots, -1 for padding."""
+        if not self.padded:
+            return torch.arange(start, start + new, device=self.device).expand(self.batch, -1)
+        position = self._real[:, : start + new].cumsum(1)[:, start:] - 1
+        return torch.where(self._real[:, start : start + new], position, -1)
+
+    def key_order(self, slots: int) -> tuple[Int[Tensor, "batch key"], Bool[Tensor, "batch key"]]:
+        """For the first `slots` slots: the slot of each position, and which positions are real."""
+        real = self._real[:, :slots]
+        order = torch.argsort(~real, dim=1, stable=True)[:, : self.width]
+        return order, real.gather(1, order)
+
+    def length(self) -> Int[Tensor, "batch"]:
+        """Real tokens of each sequence."""
+        return self._real.sum(1)
+
+    def tokens_by_position(self, slots: int) -> Int[Tensor, "batch key"] | None:
+        """Token ids by position, -1 where there is none."""
+        if self.tokens is None:
+            return None
+        tokens = self.tokens[:, :slots]
+        if not self.padded:
+            return tokens
+        order, real = self.key_order(slots)
+        return torch.where(real, tokens.gather(1, order), -1)
+
+
+_EMPTY_CACHE = (
+    "a decode step sees one key only: the key/value cache stayed empty, so the model forgets everything at each token. "
+    "transformers 5.24 does this under transformer-lens 3.9 to 4.3 (it renamed the cache argument); install "
+    "'transformers>=5.9,<5.24'."
+)

@@ -1,0 +1,11 @@
+"""Streaming sufficient statistics of one attention site, shared by the analyzers that need them."""
+
+from attnprobe.state.columns import Columns
+from attnprobe.state.gram import Gram
+from attnprobe.state.outputs import OutputMoments
+from attnprobe.state.prefix_mass import PrefixMass
+from attnprobe.state.reciprocity import Reciprocity
+from attnprobe.state.statistic import Statistic, StatisticPool
+from attnprobe.state.values import ValueNorms
+
+__all__ = ["Columns", "Gram", "OutputMoments", "PrefixMass", "Reciprocity", "Statistic", "StatisticPool", "ValueNorms"]

@@ -1,0 +1,55 @@
+"""The Gram matrix of the keys, G = A^T A."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnprobe.functional.gram import BlockGram
+from attnprobe.functional.lanczos import eigenvalue_beside
+from attnprobe.rows import Rows
+from attnprobe.state.columns import Columns
+from attnprobe.state.statistic import Statistic
+
+
+class Gram(Statistic):
+    """G_jk = sum_i A_ij A_ik, half stored. O(n^2) memory a head, O(n^2) time a row: the only such statistic.
+
+    Attributes:
+        matrix: the `BlockGram` [batch, head, key, key]; with a sink, the sink is key 0 (`Rows.keys`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = BlockGram()
+        self._lambda2: Tensor | None = None
+
+    def second_eigenvalue(self, columns: Columns) -> Float[Tensor, "batch head"]:
+        """lambda_2 of the intrinsic TDO, computed once however many analyzers ask.
+
+        The first eigenpair of S is known (1, with eigenvector sqrt(c)), so it is left out of the iteration.
+        """
+        if self._lambda2 is None:
+            mass = columns.mass
+            inside = mass >= torch.finfo(mass.dtype).tiny
+            root = torch.where(inside, mass.clamp_min(torch.finfo(mass.dtype).tiny).rsqrt(), 0.0)
+            matrix = self.matrix.dense()
+            matrix *= root.unsqueeze(-1)
+            matrix *= root.unsqueeze(-2)
+            known = torch.where(inside, mass, 0.0).sqrt()
+            known = known / known.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
+            self._lambda2 = eigenvalue_beside(matrix, known)
+        return self._lambda2
+
+    def _update(self, rows: Rows) -> None:
+        self._lambda2 = None
+        start = None
+        if rows.causal:
+            start = rows.first + (rows.sink is not None)
+        self.matrix.add_(rows.keys, causal_start=start)
+
+    def _merge(self, other: Statistic) -> None:
+        assert isinstance(other, Gram)
+        self._lambda2 = None
+        self.matrix.merge_(other.matrix)

@@ -1,0 +1,59 @@
+"""Names of scores."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+from attnprobe.uncertainty.method import Method
+from attnprobe.uncertainty.recurrent import RAUQ, SAUQ
+from attnprobe.uncertainty.token_scores import MeanTokenEntropy, Perplexity
+
+_METHODS: dict[str, Callable[[], Method]] = {
+    "SAUQ": SAUQ,
+    "SAUQ-generation": lambda: SAUQ(scope="generation"),
+    "RAUQ": RAUQ,
+    "RAUQ-entropy": lambda: RAUQ(entropy=True),
+    "RAUQ-paper": lambda: RAUQ(indexing="paper"),
+    "Perplexity": Perplexity,
+    "MeanTokenEntropy": MeanTokenEntropy,
+}
+
+
+def method_names() -> list[str]:
+    """The names `score` understands; other settings go in as objects such as `SAUQ(measure="counting")`."""
+    return list(_METHODS)
+
+
+def method_named(name: str) -> Method:
+    """The score of that name with its default settings.
+
+    Raises:
+        ValueError: no such score; the sentence names the nearest and all.
+    """
+    if name not in _METHODS:
+        near = difflib.get_close_matches(name, _METHODS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"there is no method {name!r}: {hint}there are {', '.join(_METHODS)}.")
+    return _METHODS[name]()
+
+
+def resolve(methods: str | Method | Iterable[str | Method]) -> list[Method]:
+    """Names and objects to objects, in order.
+
+    Raises:
+        ValueError: an unknown name, none at all, or one name twice.
+        TypeError: something else.
+    """
+    given = [methods] if isinstance(methods, str | Method) else list(methods)
+    for method in given:
+        if not isinstance(method, str | Method):
+            raise TypeError(f"{method!r} is neither the name of a method nor a Method object.")
+    resolved = [method_named(method) if isinstance(method, str) else method for method in given]
+    names = [method.name for method in resolved]
+    if not names:
+        raise ValueError(f"methods is empty: name at least one of {', '.join(_METHODS)}.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"methods names {', '.join(twice)} twice: give one of them another name (`method.name = ...`).")
+    return resolved

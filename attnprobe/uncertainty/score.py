@@ -1,0 +1,336 @@
+"""`score`: from prompts to answers with their uncertainty, in one pass of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnprobe.analyzers import Analyzer
+from attnprobe.analyzers.lookback import SelfAttention
+from attnprobe.hosts import Host, host_of
+from attnprobe.probe import Probe, middle_layers
+from attnprobe.uncertainty.decode import Decoded, Decoding, generate, read
+from attnprobe.uncertainty.evidence import Evidence
+from attnprobe.uncertainty.method import Assessment, Method
+from attnprobe.uncertainty.registry import resolve
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """One answer and how uncertain the model was about it.
+
+    Attributes:
+        prompt: the text of the prompt (decoded, where token ids were given; "" without a tokenizer).
+        text: the answer without special tokens, cut at a stop string ("" without a tokenizer).
+        uncertainty: method name -> number; higher = less certain.
+        tokens: a row a generated token: step, token, token_id, probability, log_probability (nats), entropy (nats);
+            with a recurrent method also layer, head, signal and confidence of the layer that set its score.
+        finish: why the answer ended: "eos", "stop", "length" or "given".
+        prompt_ids, token_ids: the token ids that the model saw and gave.
+        assessments: method name -> `Assessment` with every layer.
+    """
+
+    prompt: str
+    text: str
+    uncertainty: dict[str, float]
+    tokens: pd.DataFrame
+    finish: str
+    prompt_ids: list[int]
+    token_ids: list[int]
+    assessments: dict[str, Assessment] = field(repr=False)
+
+    def layers(self, method: str | None = None) -> pd.DataFrame:
+        """Signal and confidence of every layer and step of a recurrent method (the first one by default).
+
+        Raises:
+            ValueError: the method was not asked for, or has no layers.
+        """
+        names = [name for name, assessment in self.assessments.items() if assessment.layers]
+        if method is None and names:
+            method = names[0]
+        if method not in names:
+            raise ValueError(f"{method!r} has no layers here; methods that do: {', '.join(names) or 'none'}.")
+        return self.assessments[method].table()
+
+
+def score(
+    model: Any,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    methods: str | Method | Iterable[str | Method] = ("SAUQ",),
+    completions: Prompt | Sequence[Prompt] | None = None,
+    max_new_tokens: int = 20,
+    chat: bool = False,
+    batch_size: int = 8,
+    do_sample: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    rows: str = "error",
+) -> list[Score]:
+    """Generate answers (or read given ones) and score them, every single-pass method in the same pass.
+
+    Args:
+        model: TransformerBridge or HookedTransformer, such as `load_model()` gives.
+        prompts: a string, a list of strings, or a list of token-id lists. Strings are tokenized as the tokenizer does
+            by itself.
+        methods: names (`attnprobe.uncertainty.method_names()`) or objects such as `SAUQ(measure="counting")`.
+        completions: answers to score instead of generating, one for each prompt; strings (tokenized apart from the
+            prompt, without special tokens) or token-id lists.
+        max_new_tokens: length limit of generated answers.
+        chat: put each string into the model's chat template as the user's message.
+        batch_size: prompts a forward; numbers do not depend on it.
+        do_sample, temperature, top_k, top_p, seed: sampling; greedy by default, whatever the checkpoint's settings
+            say. Probabilities and entropies are the model's own, before any of these.
+        stop: strings that end an answer; the text is cut before them, the tokens that complete them are scored.
+        tokenizer: used instead of `model.tokenizer`.
+        rows: policy for models whose rows do not sum to 1, as in `Probe`.
+
+    Returns:
+        A list of `Score`, in the order of the prompts.
+
+    Raises:
+        ValueError, TypeError: what is wrong with the input, in one sentence.
+
+    Example::
+
+        model = attnprobe.load_model()
+        out = attnprobe.score(model, "What is the capital of France?", chat=True)
+        out[0].text, out[0].uncertainty["SAUQ"]
+
+    Source: [SG] arXiv 2610.06012 (SAUQ); each method names its own.
+    """
+    chosen = resolve(methods)
+    host = host_of(model)
+    tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+    prompt_ids = _prompt_ids(prompts, tokenizer, chat)
+    completion_ids = None if completions is None else _completion_ids(completions, tokenizer, len(prompt_ids))
+    _check_count("max_new_tokens", max_new_tokens)
+    _check_count("batch_size", batch_size)
+    how = Decoding(
+        max_new_tokens=max_new_tokens,
+        do_sample=do_sample,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_tokens=_stop_tokens(model, tokenizer),
+        stopped=_stop_strings(stop, tokenizer),
+    )
+    scores: list[Score] = []
+    for low in range(0, len(prompt_ids), batch_size):
+        batch = prompt_ids[low : low + batch_size]
+        given = None if completion_ids is None else completion_ids[low : low + batch_size]
+        scores += _score_batch(host, chosen, batch, given, how, tokenizer, rows, stop)
+    return scores
+
+
+def _score_batch(
+    host: Host,
+    methods: list[Method],
+    prompts: list[list[int]],
+    completions: list[list[int]] | None,
+    how: Decoding,
+    tokenizer: Any,
+    rows: str,
+    stop: str | Sequence[str] | None,
+) -> list[Score]:
+    device = _device(host.model)
+    probe = Probe(_analyzers(methods), layers=_layers(methods, host), logits=True, rows=rows)
+    last_row = any(method.needs_last_row for method in methods)
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    with torch.no_grad(), probe.attach(host.model, prompt_lengths=prompt_lengths):
+        if completions is None:
+            decoded = generate(host, probe, prompts, how, device, last_row)
+        else:
+            decoded = read(host, probe, prompts, completions, device, last_row)
+    results = probe.results()
+    return [
+        _score(prompt, answer, Evidence.of(results, i, len(answer.tokens)), methods, tokenizer, stop)
+        for i, (prompt, answer) in enumerate(zip(prompts, decoded, strict=True))
+    ]
+
+
+def _score(
+    prompt: list[int],
+    answer: Decoded,
+    evidence: Evidence,
+    methods: list[Method],
+    tokenizer: Any,
+    stop: str | Sequence[str] | None,
+) -> Score:
+    assessments = {method.name: method.assess(evidence) for method in methods}
+    text = "" if tokenizer is None else tokenizer.decode(answer.tokens, skip_special_tokens=True)
+    if answer.finish == "stop":
+        text = min((text.split(mark, 1)[0] for mark in _strings(stop)), key=len)
+    return Score(
+        prompt="" if tokenizer is None else tokenizer.decode(prompt),
+        text=text,
+        uncertainty={name: assessment.uncertainty for name, assessment in assessments.items()},
+        tokens=_table(answer.tokens, evidence, assessments, tokenizer),
+        finish=answer.finish,
+        prompt_ids=list(prompt),
+        token_ids=answer.tokens,
+        assessments=assessments,
+    )
+
+
+def _table(
+    tokens: list[int], evidence: Evidence, assessments: dict[str, Assessment], tokenizer: Any
+) -> pd.DataFrame:
+    import pandas as pd
+
+    table = pd.DataFrame(
+        {
+            "step": np.arange(1, len(tokens) + 1),
+            "token": [str(token) if tokenizer is None else tokenizer.decode([token]) for token in tokens],
+            "token_id": tokens,
+            "probability": np.exp(evidence.log_probability),
+            "log_probability": evidence.log_probability,
+            "entropy": evidence.entropy,
+        }
+    )
+    deciding = next((a.deciding for a in assessments.values() if a.deciding is not None), None)
+    if deciding is not None:
+        table["layer"] = deciding.layer
+        table["head"] = deciding.head
+        table["signal"] = deciding.signal
+        table["confidence"] = deciding.confidence
+    return table
+
+
+def _analyzers(methods: list[Method]) -> list[Analyzer]:
+    """What all methods need, each analyzer once."""
+    needed: dict[str, Analyzer] = {}
+    for method in methods:
+        for analyzer in method.analyzers():
+            needed.setdefault(repr(analyzer), analyzer)
+    # a probe watches something: token scores alone still need to know where sequences begin and end
+    return list(needed.values()) or [SelfAttention()]
+
+
+def _layers(methods: list[Method], host: Host) -> str | list[int]:
+    asked = [method.layers for method in methods if method.analyzers()]
+    if "all" in asked:
+        return "all"
+    numbers: set[int] = set()
+    sites = {site.layer for site in host.sites("blocks.*.attn.hook_pattern")}
+    for layers in asked or [(min(sites),)]:
+        n_layers = max(host.n_layers or 0, max(sites) + 1)
+        numbers |= set(middle_layers(n_layers)) & sites if layers == "middle" else {int(n) for n in layers}
+    return sorted(numbers)
+
+
+def _prompt_ids(prompts: Prompt | Sequence[Prompt], tokenizer: Any, chat: bool) -> list[list[int]]:
+    listed = _listed(prompts, "prompts")
+    ids = []
+    for i, prompt in enumerate(listed):
+        if isinstance(prompt, str):
+            _need_tokenizer(tokenizer, "prompts")
+            ids.append(_chat(prompt, tokenizer) if chat else list(tokenizer(prompt)["input_ids"]))
+        elif chat:
+            raise ValueError("chat=True puts text into the chat template: give strings, not token ids.")
+        else:
+            ids.append([int(token) for token in prompt])
+        if not ids[-1]:
+            raise ValueError(f"prompt {i} is empty: a model needs at least one token to go on from.")
+    return ids
+
+
+def _completion_ids(completions: Prompt | Sequence[Prompt], tokenizer: Any, n_prompts: int) -> list[list[int]]:
+    listed = _listed(completions, "completions")
+    if len(listed) != n_prompts:
+        raise ValueError(f"there are {len(listed)} completions for {n_prompts} prompts: give one for each.")
+    ids = []
+    for i, completion in enumerate(listed):
+        if isinstance(completion, str):
+            _need_tokenizer(tokenizer, "completions")
+            ids.append(list(tokenizer(completion, add_special_tokens=False)["input_ids"]))
+        else:
+            ids.append([int(token) for token in completion])
+        if not ids[-1]:
+            raise ValueError(f"completion {i} is empty: there is no token to be uncertain about.")
+    return ids
+
+
+def _listed(given: Any, what: str) -> list[Any]:
+    """One prompt or many, as a list of strings and token-id lists."""
+    if isinstance(given, str):
+        return [given]
+    if hasattr(given, "tolist"):  # tensors and arrays of token ids
+        given = given.tolist()
+    listed = list(given)
+    if not listed:
+        raise ValueError(f"{what} is empty: give at least one.")
+    if all(isinstance(item, int | np.integer) for item in listed):
+        return [listed]
+    listed = [item.tolist() if hasattr(item, "tolist") else item for item in listed]
+    for item in listed:
+        if not isinstance(item, str | list | tuple):
+            raise TypeError(f"{what} must be strings or lists of token ids, not {type(item).__name__}.")
+    return listed
+
+
+def _chat(prompt: str, tokenizer: Any) -> list[int]:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat=True needs a chat template and this tokenizer has none: format the prompt yourself.")
+    message = [{"role": "user", "content": prompt}]
+    encoded = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _need_tokenizer(tokenizer: Any, what: str) -> None:
+    if tokenizer is None:
+        raise ValueError(f"{what} are text and the model has no tokenizer: pass tokenizer=, or lists of token ids.")
+
+
+def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    original = getattr(model, "original_model", model)
+    found: list[int] = []
+    for holder in (getattr(original, "generation_config", None), getattr(model, "cfg", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if value is not None:
+            found += [value] if isinstance(value, int) else list(value)
+    return tuple(dict.fromkeys(int(token) for token in found))
+
+
+def _strings(stop: str | Sequence[str] | None) -> list[str]:
+    if stop is None:
+        return []
+    return [stop] if isinstance(stop, str) else list(stop)
+
+
+def _stop_strings(stop: str | Sequence[str] | None, tokenizer: Any) -> Any:
+    marks = _strings(stop)
+    if not marks:
+        return None
+    if "" in marks:
+        raise ValueError("an empty stop string ends every answer before it begins: leave it out.")
+    _need_tokenizer(tokenizer, "stop strings")
+
+    def stopped(tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(mark in text for mark in marks)
+
+    return stopped
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}: use a whole number of at least 1.")
+
+
+def _device(model: Any) -> torch.device:
+    return next(model.parameters()).device
