@@ -120,21 +120,25 @@ class Probe:
 
     def detach(self) -> None:
         """Leave the model as it was found. What was collected stays until `reset`."""
+        self._detach(quiet=False)
+
+    def _detach(self, *, quiet: bool) -> None:
         self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._host is not None:
-            if self._call is not None:
-                self._abandon()
-            self._host = None
-            self._generation = None
-            self._stack.close()
+        if self._depth > 0 or self._host is None:
+            return
+        self._host = None
+        self._generation = None
+        self._stack.close()  # first of all: nothing below may leave hooks behind
+        if self._call is not None:
+            self._abandon(quiet=quiet)
 
     def __enter__(self) -> Probe:
         if self._host is None:
             raise ValueError("the probe is attached to no model: write `with probe.attach(model):`.")
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.detach()
+    def __exit__(self, kind: object, *exc: object) -> None:
+        self._detach(quiet=kind is not None)  # an exception on its way says it all
 
     def reset(self) -> None:
         """Forget every sequence collected so far."""
@@ -232,7 +236,7 @@ class Probe:
         """A `generate` is over (called by the host)."""
         self._generation = None
         if self._call is not None:
-            self._abandon()
+            self._abandon(quiet=True)  # the exception is on its way to the caller
         sequences = getattr(output, "sequences", output[0] if isinstance(output, tuple) and output else output)
         decoder = self._sides.get("decoder")
         if not self.logits or decoder is None or not isinstance(sequences, Tensor) or sequences.ndim != 2:
@@ -345,16 +349,17 @@ class Probe:
             self._batches.append(self._current())
         self._forget_current()
 
-    def _abandon(self) -> None:
+    def _abandon(self, *, quiet: bool = False) -> None:
         """The last forward raised part way: its sequences have rows in some layers only."""
         self._call = None
-        if self._streams:
+        lost = bool(self._streams)
+        self._forget_current()
+        if lost and not quiet:
             warnings.warn(
                 "a forward of the watched model raised before it was through; the sequences it belonged to are "
                 "dropped from the results.",
                 stacklevel=2,
             )
-        self._forget_current()
 
     def _forget_sequences(self) -> None:
         self._batches = []

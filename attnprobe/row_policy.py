@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnprobe.functional.patterns import _TOLERANCE, ROW_POLICIES
+from attnprobe.functional.patterns import ROW_POLICIES, row_tolerance
 
 
 def check_policy(policy: str) -> str:
@@ -38,7 +38,7 @@ class RowAudit:
         self, pattern: Float[Tensor, "batch head query key"], position: Int[Tensor, "batch query"], dtype: torch.dtype
     ) -> Float[Tensor, "batch head query"]:
         """Take in rows before any policy; gives their sums (1 where the row is padding)."""
-        self._tolerance = _TOLERANCE[dtype]
+        self._tolerance = row_tolerance(dtype)
         real = (position >= 0)[:, None]
         sums = torch.where(real, pattern.sum(-1), 1.0)
         excess = sums - 1 if self._policy != "error" else (sums - 1).abs()

@@ -203,7 +203,7 @@ class Rows:
             total = block.sum(-1, keepdim=True)
             block = torch.where(total > 0, block / total.clamp_min(torch.finfo(dtype).tiny), 0.0)
         tokens = None
-        if self.tokens is not None and width:
+        if self.tokens is not None:
             tokens = torch.where(key < n_key, self.tokens.gather(1, key.clamp(max=n_key - 1)), -1)
         first = max(0, self.first - self.shortest_prompt)
         return Rows(

@@ -63,10 +63,13 @@ class MeanRoutingSplit(Analyzer):
     def compute(self) -> dict[str, Tensor]:
         columns, outputs = self.use(Columns), self.use(OutputMoments)
         mass = columns.mass[..., 1:] if columns.sunk else columns.mass
-        values = (mass * self.use(ValueNorms).by_head(mass.shape[-1])).sum(-1) / columns.count[:, None]
+        values = (mass * self.use(ValueNorms).by_head(mass.shape[-1])).sum(-1)
         lambda2 = self.use(Gram).second_eigenvalue(columns) if self.bound else torch.full_like(values, torch.nan)
         routed = outputs.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return self._named(split_from_moments(outputs.mean, routed, values, lambda2), bound=self.bound)
+        # mu sums to 1 exactly, also where the host's rows do so only to half precision
+        total = columns.mass.sum(-1)
+        mean = outputs.mean * (columns.count[:, None] / total).unsqueeze(-1)
+        return self._named(split_from_moments(mean, routed, values / total, lambda2), bound=self.bound)
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
         # the new values come with the rows: take them into a copy of the (small) norms first
@@ -75,12 +78,14 @@ class MeanRoutingSplit(Analyzer):
         norms.update(rows)
         mass, _ = self.use(Columns).before(rows)
         prefix_mass = mass.unsqueeze(-2) + rows.keys.cumsum(-2)
+        total = prefix_mass.sum(-1).transpose(1, 2)
         if rows.sink is not None:
             prefix_mass = prefix_mass[..., 1:]
         count, mean, scatter = self.use(OutputMoments).prefixes(rows)
         count = count.clamp_min(1)[:, :, None]
         by_head = norms.by_head(prefix_mass.shape[-1]).unsqueeze(-2)
-        values = (prefix_mass * by_head).sum(-1).transpose(1, 2) / count
+        values = (prefix_mass * by_head).sum(-1).transpose(1, 2) / total
+        mean = mean * (count / total).unsqueeze(-1)
         routed = scatter.diagonal(dim1=-2, dim2=-1).sum(-1) / count
         split = self._named(
             split_from_moments(mean, routed, values, torch.full_like(values, torch.nan)), bound=False

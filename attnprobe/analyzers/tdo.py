@@ -9,8 +9,9 @@ from torch import Tensor
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.functional.gram import prefix_key_weights, prefix_ratio_of_rows
 from attnprobe.functional.measures import Measure, unembedding_measure, zipf_measure
+from attnprobe.functional.patterns import safe_divide
 from attnprobe.rows import Rows
-from attnprobe.state import Columns, Gram
+from attnprobe.state import Columns, Gram, Tokens
 
 MEASURES = ("intrinsic", "counting", "positional", "zipf", "unembedding")
 SCOPES = ("prefix", "generation", "generation-raw")
@@ -68,7 +69,7 @@ class TDO(Analyzer):
         )
         self.ratio_name = f"participation_ratio{suffix}"
         self.lambda2_name = f"lambda2{suffix}"
-        if measure in ("zipf", "unembedding"):
+        if self._by_token:
             self.needs = ("pattern", "tokens")
 
     @property
@@ -81,15 +82,12 @@ class TDO(Analyzer):
         }
 
     def update(self, rows: Rows) -> None:
-        if self.measure == "positional" and not (rows.causal and rows.self_attention):
-            raise ValueError(
-                "the positional measure is the pullback of uniform causal attention; this site is not causal."
-            )
+        self._refuse(rows)
         scoped = self._scoped(rows)
         self._columns.update(scoped)
         self._gram.update(scoped)
-        if self.measure in ("zipf", "unembedding"):
-            self._token_mass = self._weights_of_tokens(scoped)
+        if self._by_token:
+            self.use(Tokens, self.scope).update(scoped)
 
     def compute(self) -> dict[str, Tensor]:
         columns, gram = self._columns, self._gram.matrix
@@ -98,24 +96,25 @@ class TDO(Analyzer):
             nan = mass.new_full(mass.shape[:-1], torch.nan)
             return {self.ratio_name: nan} | ({self.lambda2_name: nan} if self.lambda2 else {})
         count = columns.count[:, None, None]
-        weights = prefix_key_weights(mass.unsqueeze(-2), count, self._measure(columns))
+        weights = prefix_key_weights(mass.unsqueeze(-2), count, self._measure())
         trace = (columns.energy * weights.squeeze(-2)).sum(-1)
         square = gram.weighted_square(weights).squeeze(-1)
-        ratio = trace.square() / (count.squeeze(-1) * square)
+        ratio = safe_divide(trace.square(), count.squeeze(-1) * square)
         result = {self.ratio_name: ratio}
         if self.lambda2:
             result[self.lambda2_name] = self._second_eigenvalue()
-        return result
+        seen = columns.count[:, None] > 0  # a generation block without rows has no number
+        return {name: torch.where(seen, value, torch.nan) for name, value in result.items()}
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
         scoped = self._scoped(rows)
+        if scoped.pattern.shape[-1] == 0:  # a generation block before the first generated token
+            return {self.ratio_name: torch.full_like(scoped.pattern.sum(-1), torch.nan)}
         columns, gram = self._columns, self._gram
         mass, energy = columns.before(scoped)
-        measure: Measure
-        if self.measure in ("zipf", "unembedding"):
-            measure = self._with_sink(self._weights_of_tokens(scoped), scoped.sink is not None)
-        else:
-            measure = self.measure
+        measure: Measure = self.measure
+        if self._by_token:
+            measure = self._weights_of(scoped.tokens, scoped.sink is not None).to(mass)
         position = scoped.position[:, None]
         ratio = prefix_ratio_of_rows(gram.matrix, mass, energy, scoped.keys, position, measure)
         return {self.ratio_name: torch.where(position >= 0, ratio, torch.nan)}
@@ -133,51 +132,55 @@ class TDO(Analyzer):
             return rows
         return rows.generation_block(renormalize=self.scope == "generation")
 
-    def _measure(self, columns: Columns) -> Measure:
-        if self.measure in ("zipf", "unembedding"):
-            return self._with_sink(self._token_mass, columns.sunk)
+    def _refuse(self, rows: Rows) -> None:
+        if self.measure != "positional":
+            return
+        if not (rows.causal and rows.self_attention):
+            raise ValueError(
+                "the positional measure is the pullback of uniform causal attention; this site is not causal."
+            )
+        if rows.sink is not None:
+            raise ValueError("the positional measure has no place for a sink key: use rows='renormalize'.")
+
+    @property
+    def _by_token(self) -> bool:
+        return self.measure in ("zipf", "unembedding")
+
+    def _measure(self) -> Measure:
+        if self._by_token:
+            return self._weights_of(self.use(Tokens, self.scope).ids, self._columns.sunk).to(self._columns.mass)
         return self.measure
 
-    def _with_sink(self, mu: Tensor, sunk: bool) -> Tensor:
-        """A sink is no token: it gets the mean weight of the tokens (our reading)."""
-        if not sunk:
-            return mu
-        present = (mu > 0).sum(-1, keepdim=True).clamp_min(1)
-        return torch.cat([mu.sum(-1, keepdim=True) / present, mu], -1)
-
-    def _weights_of_tokens(self, rows: Rows) -> Float[Tensor, "batch 1 key"]:
-        if rows.tokens is None:
+    def _weights_of(self, tokens: Tensor | None, sunk: bool) -> Float[Tensor, "batch 1 key"]:
+        """mu by token, sum 1 over the tokens. A sink is no token: it gets their mean weight (our reading)."""
+        if tokens is None:
             raise ValueError(f"the measure {self.measure!r} needs token ids and the host shows none here.")
-        present = rows.tokens >= 0
-        tokens = rows.tokens.clamp_min(0)
+        present = tokens >= 0
         if self.measure == "zipf":
-            mu = zipf_measure(tokens)
+            mu = zipf_measure(tokens.clamp_min(0))
         elif self.leverage is None:
             raise ValueError("the measure 'unembedding' needs the host's unembedding matrix: use it in a Probe.")
         else:
-            mu = unembedding_measure(tokens, self.leverage)
-        return (mu.to(rows.pattern) * present).unsqueeze(1)
+            mu = unembedding_measure(tokens.clamp_min(0), self.leverage)
+        mu = mu * present
+        mu = mu / mu.sum(-1, keepdim=True).clamp_min(torch.finfo(mu.dtype).tiny)
+        if sunk:
+            mu = torch.cat([1 / present.sum(-1, keepdim=True).clamp_min(1).to(mu), mu], -1)
+        return mu.unsqueeze(1)
 
     def _second_eigenvalue(self) -> Float[Tensor, "batch head"]:
         columns, gram = self._columns, self._gram
-        if self.measure == "intrinsic":
+        if self.measure == "intrinsic" and self.scope != "generation-raw":
             return gram.second_eigenvalue(columns)
-        mass = columns.mass
-        count = columns.count[:, None]
-        mu = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure(columns)).squeeze(-2)
-        root = mu.sqrt()
+        # no eigenpair is known beforehand: the whole spectrum
+        mass, count = columns.mass, columns.count[:, None]
+        if mass.shape[-1] == 1:
+            return torch.zeros_like(mass[..., 0])
+        root = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure()).squeeze(-2).sqrt()
         matrix = gram.matrix.dense() * root.unsqueeze(-1) * root.unsqueeze(-2)
-        second = torch.linalg.eigvalsh(matrix)[..., -2:].amin(-1) if matrix.shape[-1] > 1 else mass.new_zeros(())
-        return (second * self._scale(columns)).clamp_min(0.0).expand(mass.shape[:-1])
-
-    def _scale(self, columns: Columns) -> Tensor:
-        """pi / mu relative to the weights used above: pi = 1/n, and mu sums to 1 over the tokens."""
-        if self.measure == "counting":
-            return columns.mass.new_ones(())
-        if self.measure == "positional":
-            return columns.mass.new_ones(())  # both carry 1/n
-        mu = self._token_mass
-        return mu.sum(-1) / columns.count[:, None]
+        second = torch.linalg.eigvalsh(matrix)[..., -2]
+        # pi = 1/n is in the intrinsic and positional weights already, and 1 under the counting measure
+        return (second / count if self._by_token else second).clamp_min(0.0)
 
 
 class IntrinsicTDO(TDO):

@@ -57,12 +57,12 @@ class TransportCapacity(Analyzer):
     def compute(self) -> dict[str, Tensor]:
         columns = self.use(Columns)
         mass = columns.mass
-        within = (self.use(PrefixMass).inside,) if (PrefixMass, "prefix") in self._statistics else ()
+        within = self.use(PrefixMass).inside if (PrefixMass, "prefix") in self._statistics else None
         length = columns.count[:, None].expand(mass.shape[:-1])
-        capacity = capacity_from_columns(mass, length, *within)
+        capacity = capacity_from_columns(mass, length, within)
         result = {"phi": capacity.phi, "cut": capacity.cut}
         if self.landscape:
-            result["landscape"] = landscape_from_columns(mass, length, *within)
+            result["landscape"] = landscape_from_columns(mass, length, within)
         return result
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnprobe.functional.measures import Measure
-from attnprobe.functional.patterns import check_pattern
+from attnprobe.functional.measures import Measure, check_measured, key_weights
+from attnprobe.functional.patterns import check_pattern, safe_divide
 
 BLOCK = 64
 # Rows whose prefixes are valued in one pass: r rows need r + r(r+1)/2 products with G, so few rows waste
@@ -213,8 +213,11 @@ def prefix_participation_ratio(
 
     Source: [SG] the participation ratio of the Token Difference Operator, at the prefix of each token.
     """
-    checked = check_pattern(pattern, rows=rows, mask=mask, square=True, causal=True)
+    check_pattern(pattern, rows=rows, mask=mask, square=True, causal=True, why=_WHY_SQUARE)
+    checked = check_measured(pattern, measure, rows=rows, mask=mask)
     a, length = checked.pattern, checked.length
+    if isinstance(measure, Tensor):
+        measure = key_weights(checked, measure).key  # in the order of the aligned columns
     n = a.shape[-1]
     position = torch.arange(n, device=a.device)
     gram = BlockGram()
@@ -232,6 +235,9 @@ def prefix_participation_ratio(
         energy = energy + chunk.square().sum(-2)
     ratio = torch.cat(ratios, -1)
     return torch.where(position < length.unsqueeze(-1), ratio, torch.nan)
+
+
+_WHY_SQUARE = "a prefix is a leading block of queries and keys"
 
 
 def prefix_ratio_of_rows(
@@ -255,4 +261,5 @@ def prefix_ratio_of_rows(
     weights = prefix_key_weights(prefix_mass, count, measure)
     trace = (prefix_energy * weights).sum(-1)
     square = pending_square(gram, rows, weights)
-    return trace.square() / (count * square)
+    # a block without mass (all of it underflowed to the prompt) routes nothing: 0, not 0/0
+    return safe_divide(trace.square(), count * square)

@@ -116,7 +116,7 @@ def check_pattern(
     [[0.0, 1.0, 0.0], [0.5, 0.25, 0.25]]
     """
     _check_form(pattern, rows, square, what, why)
-    tolerance = _TOLERANCE[pattern.dtype]
+    tolerance = row_tolerance(pattern.dtype)
     weights = pattern if pattern.dtype == torch.float64 else pattern.float()
     batch, n_query, n_key = weights.shape[:-2], weights.shape[-2], weights.shape[-1]
     real = None
@@ -141,6 +141,11 @@ def check_pattern(
         weights = torch.take_along_dim(weights, order.unsqueeze(-2), dim=-1)
     weights = _apply_policy(weights, rows, _first(length, n_query))
     return CheckedPattern(weights, length, key_length + (rows == "sink"), order, rows == "sink")
+
+
+def row_tolerance(dtype: torch.dtype) -> float:
+    """How far from 1 a row sum of this dtype may be."""
+    return _TOLERANCE[dtype]
 
 
 def inverse_root(weight: Float[Tensor, "*batch key"]) -> Float[Tensor, "*batch key"]:

@@ -120,15 +120,18 @@ def prefix_capacity(
 
 
 def landscape_from_columns(
-    column_mass: Float[Tensor, "*batch key"], length: Int[Tensor, "*batch"] | None = None
+    column_mass: Float[Tensor, "*batch key"],
+    length: Int[Tensor, "*batch"] | None = None,
+    block_mass: Float[Tensor, "*batch key"] | None = None,
 ) -> Float[Tensor, "*batch cut"]:
-    """The prefix landscape of a causal pattern from its column masses alone.
+    """The prefix landscape of a square pattern from its column masses, alone if it is causal.
 
-        phi(t) = (C(t) - t) / min(t + C(t), 2n - t - C(t)),      C(t) = sum_{j <= t} c_j
+        phi(t) = (C(t) + t - 2 W(t)) / min(t + C(t), 2n - t - C(t)),      C(t) = sum_{j <= t} c_j
 
     Args:
         column_mass: [..., key] sums of the columns over the `length` rows so far.
         length: [...] number of rows n; the number of keys by default.
+        block_mass: [..., key] W(t), the mass among the first t queries and keys; t for a causal pattern.
 
     Returns:
         [..., key - 1], in the dtype of the column masses; NaN for t >= length. Nothing is checked.
@@ -144,13 +147,16 @@ def landscape_from_columns(
     position = torch.arange(1, column_mass.shape[-1] + 1, device=column_mass.device)
     count = torch.minimum(position, size.unsqueeze(-1)).double()
     # A causal row sums to 1 inside its own prefix, so the block of the first t rows and columns holds mass t.
-    return _time_cuts(count, column_mass.double().cumsum(-1), count, size).to(column_mass.dtype)
+    within = count if block_mass is None else block_mass.double()
+    return _time_cuts(count, column_mass.double().cumsum(-1), within, size).to(column_mass.dtype)
 
 
 def capacity_from_columns(
-    column_mass: Float[Tensor, "*batch key"], length: Int[Tensor, "*batch"] | None = None
+    column_mass: Float[Tensor, "*batch key"],
+    length: Int[Tensor, "*batch"] | None = None,
+    block_mass: Float[Tensor, "*batch key"] | None = None,
 ) -> PrefixCapacity:
-    """Prefix capacity of a causal pattern from its column masses alone; see `landscape_from_columns`.
+    """Prefix capacity of a square pattern from its column masses; see `landscape_from_columns`.
 
     >>> import torch
     >>> from attnprobe.functional import capacity_from_columns
@@ -159,7 +165,8 @@ def capacity_from_columns(
 
     Source: [ST] prefix capacity.
     """
-    return _narrowest(landscape_from_columns(column_mass, length), _row_count(column_mass, length))
+    landscape = landscape_from_columns(column_mass, length, block_mass)
+    return _narrowest(landscape, _row_count(column_mass, length))
 
 
 def threshold_capacity(

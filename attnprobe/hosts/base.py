@@ -107,6 +107,10 @@ class Host(Protocol):
     def pad_token(self) -> int | None:
         """The padding id, None where there is none."""
 
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of token ids, None where the model does not say."""
+
     def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
         """The attention sites whose pattern hook matches a glob or a predicate.
 

@@ -47,6 +47,10 @@ class HookedHost:
     def pad_token(self) -> int | None:
         return getattr(getattr(self.model, "tokenizer", None), "pad_token_id", None)
 
+    @property
+    def vocabulary(self) -> int | None:
+        return getattr(getattr(self.model, "cfg", None), "d_vocab", None)
+
     def unembedding(self) -> Tensor:
         original = _original_model(self.model)
         if original is not None and hasattr(original, "get_output_embeddings"):

@@ -6,6 +6,7 @@ from attnprobe.state.outputs import OutputMoments
 from attnprobe.state.prefix_mass import PrefixMass
 from attnprobe.state.reciprocity import Reciprocity
 from attnprobe.state.statistic import Statistic, StatisticPool
+from attnprobe.state.tokens import Tokens
 from attnprobe.state.values import ValueNorms
 
-__all__ = ["Columns", "Gram", "OutputMoments", "PrefixMass", "Reciprocity", "Statistic", "StatisticPool", "ValueNorms"]
+__all__ = ["Columns", "Gram", "OutputMoments", "PrefixMass", "Reciprocity", "Statistic", "StatisticPool", "Tokens", "ValueNorms"]

@@ -84,7 +84,7 @@ def _union(a: Moments | None, b: Moments) -> Moments:
         return b
     (n_a, mean_a, scatter_a), (n_b, mean_b, scatter_b) = a, b
     total = n_a + n_b
-    share = (n_b / total.clamp_min(1)).to(mean_a)[:, None, None]
+    share = (n_b.to(mean_a) / total.clamp_min(1))[:, None, None]
     gap = mean_b - mean_a
-    spread = (n_a[:, None, None] * share * gap).unsqueeze(-1) * gap.unsqueeze(-2)
+    spread = (n_a.to(mean_a)[:, None, None] * share * gap).unsqueeze(-1) * gap.unsqueeze(-2)
     return total, mean_a + share * gap, scatter_a + scatter_b + spread

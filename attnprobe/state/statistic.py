@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
 from typing import TypeVar
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from attnprobe.rows import Rows
 
 
+_serial = itertools.count()
+
+
 class Statistic:
     """A sum over rows that can be updated with the next rows and merged with the sum of other rows.
 
     Several analyzers hold the same statistic and each of them updates it; only the first update with given rows
-    counts, so it costs the same however many analyzers need it.
+    counts, so it costs the same however many analyzers need it. The same holds for merging.
 
     Subclasses write `_update` and `_merge`.
     """
@@ -24,7 +28,8 @@ class Statistic:
 
     def __init__(self) -> None:
         self._last_rows: int | None = None
-        self._last_merged: Statistic | None = None
+        self._merged: set[int] = set()
+        self._serial = next(_serial)
 
     def update(self, rows: Rows) -> None:
         """Take the next rows."""
@@ -36,9 +41,9 @@ class Statistic:
         """Add the statistic of other rows of the same sequences."""
         if type(other) is not type(self):
             raise TypeError(f"cannot merge {type(other).__name__} into {type(self).__name__}.")
-        if other is not self._last_merged:
+        if other._serial not in self._merged:
             self._merge(other)
-            self._last_merged = other
+            self._merged |= {other._serial}
 
     def _update(self, rows: Rows) -> None:
         raise NotImplementedError

@@ -18,25 +18,22 @@ from attnprobe.hosts import Host
 from attnprobe.probe import Probe
 
 
+Chooser = Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]]
+
+
 @dataclass(frozen=True)
 class Decoding:
     """How tokens are chosen.
 
     Attributes:
         max_new_tokens: at most so many.
-        do_sample: draw from the distribution; greedy otherwise.
-        temperature, top_k, top_p: shape the distribution that is drawn from, never the one that is reported.
-        seed: of the draw, None for torch's global state.
+        choose: next tokens [batch] from logits [batch, vocab]: `greedy`, or `sampler(...)`.
         stop_tokens: ids that end an answer (and belong to it).
         stopped: for stop strings: whether the token ids of an answer so far end it.
     """
 
-    max_new_tokens: int = 20
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    max_new_tokens: int
+    choose: Chooser
     stop_tokens: tuple[int, ...] = ()
     stopped: Callable[[list[int]], bool] | None = None
 
@@ -60,12 +57,11 @@ def generate(
     tokens, mask = left_padded(prompts, device)
     answers: list[list[int]] = [[] for _ in prompts]
     finish: list[str | None] = [None] * len(prompts)
-    choose = _chooser(how, device)
     cache = None
     chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     for step in range(how.max_new_tokens):
         logits, cache = host.decode(tokens, mask, cache, 1)
-        picked = choose(logits[:, -1].float())
+        picked = how.choose(logits[:, -1].float())
         # a sequence that has ended keeps its last token: what is fed for it is padding
         running = torch.tensor([reason is None for reason in finish], device=device)
         chosen = torch.where(running, picked, chosen)
@@ -135,19 +131,25 @@ def _note(chosen: list[int], answers: list[list[int]], finish: list[str | None],
     return just_ended
 
 
-def _chooser(how: Decoding, device: torch.device) -> Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]]:
-    if not how.do_sample:
-        return lambda logits: logits.argmax(-1)
+def greedy(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch"]:
+    """The most probable token; the lowest id of a tie."""
+    return logits.argmax(-1)
+
+
+def sampler(
+    device: torch.device, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> Chooser:
+    """Draws from the distribution that temperature, top_k and top_p shape; one stream of draws from one seed."""
     from transformers.generation import logits_process as processors
 
     warpers: list[Callable[[Tensor, Tensor], Tensor]] = []
-    if how.temperature != 1.0:
-        warpers.append(processors.TemperatureLogitsWarper(how.temperature))
-    if how.top_k is not None:
-        warpers.append(processors.TopKLogitsWarper(how.top_k))
-    if how.top_p is not None:
-        warpers.append(processors.TopPLogitsWarper(how.top_p))
-    generator = None if how.seed is None else torch.Generator(device).manual_seed(how.seed)
+    if temperature != 1.0:
+        warpers.append(processors.TemperatureLogitsWarper(temperature))
+    if top_k is not None:
+        warpers.append(processors.TopKLogitsWarper(top_k))
+    if top_p is not None:
+        warpers.append(processors.TopPLogitsWarper(top_p))
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     no_tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
     def draw(logits: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class Evidence:
         entropy: [step] of the next-token distribution that gave it, nats.
         traces: variable -> [layer, head, step or more]: entry t - 1 belongs to the row that chose token t, and one more
             entry, where there is one, to the row of the last token itself.
+        heads: the watched head numbers.
         layers: the watched layer numbers; n_layers: how many the model has.
         vocabulary: size of the model's vocabulary.
     """
@@ -29,6 +30,7 @@ class Evidence:
     entropy: np.ndarray
     traces: Mapping[str, np.ndarray]
     layers: tuple[int, ...]
+    heads: tuple[int, ...]
     n_layers: int
     vocabulary: int
 
@@ -68,6 +70,7 @@ class Evidence:
             entropy=entropy[:n_tokens],
             traces=traces,
             layers=tuple(int(layer) for layer in one["layer"].values),
+            heads=tuple(int(head) for head in one["head"].values),
             n_layers=int(results.attrs["n_layers"]),
             vocabulary=int(results.attrs["vocabulary"]),
         )

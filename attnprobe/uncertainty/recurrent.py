@@ -38,7 +38,7 @@ class Recurrent(Method):
         raise NotImplementedError
 
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
-        """[layer] the head whose signal is read."""
+        """[layer] the head whose signal is read, as an index into the watched heads."""
         raise NotImplementedError
 
     def log_weights(self, evidence: Evidence) -> np.ndarray:
@@ -55,7 +55,7 @@ class Recurrent(Method):
         ).numpy()
         uncertainty = 1 - log_confidence.mean(-1)
         traces = tuple(
-            LayerTrace(layer, int(head), float(u), s, np.exp(c))
+            LayerTrace(layer, evidence.heads[head], float(u), s, np.exp(c))
             for layer, head, u, s, c in zip(layers, heads, uncertainty, signal, log_confidence, strict=True)
         )
         return Assessment(float(uncertainty.max()), traces)
@@ -134,13 +134,13 @@ class SAUQ(Recurrent):
 
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         n = evidence.n_tokens
-        if n == 1:
-            ratio = evidence.trace(self._prefix.ratio_name, layers)[..., 0]
-        elif self.screen == "final":
+        if n == 1:  # the prefix ratio is float32
+            return _first_largest(evidence.trace(self._prefix.ratio_name, layers)[..., 0], 1e-6)
+        if self.screen == "final":
             ratio = evidence.trace(self._block.ratio_name, layers)[..., n - 1]
         else:
             ratio = evidence.trace(self._block.ratio_name, layers)[..., 1:n].mean(-1)
-        return np.nanargmax(ratio, -1)
+        return _first_largest(ratio, 1e-9)
 
 
 class RAUQ(Recurrent):
@@ -194,9 +194,16 @@ class RAUQ(Recurrent):
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         if evidence.n_tokens == 1:
             return np.zeros(len(layers), dtype=np.int64)
-        return self.signals(evidence, layers)[..., 1:].mean(-1).argmax(-1)
+        return _first_largest(self.signals(evidence, layers)[..., 1:].mean(-1), 0.0)
 
     def log_weights(self, evidence: Evidence) -> np.ndarray:
         if not self.entropy:
             return evidence.log_probability
         return np.log(np.maximum(np.log(evidence.vocabulary) - evidence.entropy, 0.0) + 1e-10)
+
+
+def _first_largest(values: np.ndarray, tolerance: float) -> np.ndarray:
+    """[layer] lowest head whose value [layer, head] is the largest but for rounding."""
+    largest = values.max(-1, keepdims=True)
+    first: np.ndarray = (values >= largest - tolerance * np.abs(largest)).argmax(-1)
+    return first

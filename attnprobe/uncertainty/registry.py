@@ -45,6 +45,8 @@ def resolve(methods: str | Method | Iterable[str | Method]) -> list[Method]:
         ValueError: an unknown name, none at all, or one name twice.
         TypeError: something else.
     """
+    if not isinstance(methods, str | Method | Iterable):
+        raise TypeError(f"methods must be names or Method objects, not {methods!r}.")
     given = [methods] if isinstance(methods, str | Method) else list(methods)
     for method in given:
         if not isinstance(method, str | Method):

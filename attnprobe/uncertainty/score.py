@@ -13,7 +13,7 @@ from attnprobe.analyzers import Analyzer
 from attnprobe.analyzers.lookback import SelfAttention
 from attnprobe.hosts import Host, host_of
 from attnprobe.probe import Probe, middle_layers
-from attnprobe.uncertainty.decode import Decoded, Decoding, generate, read
+from attnprobe.uncertainty.decode import Decoded, Decoding, generate, greedy, read, sampler
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, Method
 from attnprobe.uncertainty.registry import resolve
@@ -119,13 +119,11 @@ def score(
     completion_ids = None if completions is None else _completion_ids(completions, tokenizer, len(prompt_ids))
     _check_count("max_new_tokens", max_new_tokens)
     _check_count("batch_size", batch_size)
+    _check_vocabulary(prompt_ids, completion_ids or [], host.vocabulary)
+    choose = sampler(_device(model), temperature, top_k, top_p, seed) if do_sample else greedy
     how = Decoding(
         max_new_tokens=max_new_tokens,
-        do_sample=do_sample,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        choose=choose,
         stop_tokens=_stop_tokens(model, tokenizer),
         stopped=_stop_strings(stop, tokenizer),
     )
@@ -243,7 +241,7 @@ def _prompt_ids(prompts: Prompt | Sequence[Prompt], tokenizer: Any, chat: bool) 
         elif chat:
             raise ValueError("chat=True puts text into the chat template: give strings, not token ids.")
         else:
-            ids.append([int(token) for token in prompt])
+            ids.append(_token_ids(prompt, f"prompt {i}"))
         if not ids[-1]:
             raise ValueError(f"prompt {i} is empty: a model needs at least one token to go on from.")
     return ids
@@ -259,7 +257,7 @@ def _completion_ids(completions: Prompt | Sequence[Prompt], tokenizer: Any, n_pr
             _need_tokenizer(tokenizer, "completions")
             ids.append(list(tokenizer(completion, add_special_tokens=False)["input_ids"]))
         else:
-            ids.append([int(token) for token in completion])
+            ids.append(_token_ids(completion, f"completion {i}"))
         if not ids[-1]:
             raise ValueError(f"completion {i} is empty: there is no token to be uncertain about.")
     return ids
@@ -271,6 +269,8 @@ def _listed(given: Any, what: str) -> list[Any]:
         return [given]
     if hasattr(given, "tolist"):  # tensors and arrays of token ids
         given = given.tolist()
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{what} must be a string or a list, not {type(given).__name__}.")
     listed = list(given)
     if not listed:
         raise ValueError(f"{what} is empty: give at least one.")
@@ -281,6 +281,21 @@ def _listed(given: Any, what: str) -> list[Any]:
         if not isinstance(item, str | list | tuple):
             raise TypeError(f"{what} must be strings or lists of token ids, not {type(item).__name__}.")
     return listed
+
+
+def _token_ids(given: Sequence[Any], what: str) -> list[int]:
+    for token in given:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"{what} holds {token!r}, which is not a token id: give whole numbers, or a string.")
+    return [int(token) for token in given]
+
+
+def _check_vocabulary(prompts: list[list[int]], completions: list[list[int]], size: int | None) -> None:
+    for what, sequences in (("prompt", prompts), ("completion", completions)):
+        for i, ids in enumerate(sequences):
+            wrong = [token for token in ids if token < 0 or (size is not None and token >= size)]
+            if wrong:
+                raise ValueError(f"{what} {i} holds token id {wrong[0]}, outside the model's vocabulary of {size}.")
 
 
 def _chat(prompt: str, tokenizer: Any) -> list[int]:

@@ -1,0 +1,165 @@
+"""What watching costs: time and peak memory of the bare host, the host under a probe, `score`, and the naive way.
+
+    python benchmarks/overhead.py --prompt 512 --new-tokens 32 --repeats 5
+
+Variants run interleaved in one process and one thread; the table gives the median of each, its spread, and the ratio
+to the bare host of the same round. Peak memory is that of a fresh process a variant.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import attnprobe as ap
+from attnprobe.probe import middle_layers
+
+Run = Callable[[], object]
+
+
+def variants(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Run]:
+    """Each variant generates the same tokens."""
+
+    def generate() -> torch.Tensor:
+        return model.generate(
+            ids, max_new_tokens=new_tokens, do_sample=False, stop_at_eos=False, verbose=False
+        )
+
+    def watched(*analyzers: ap.Analyzer) -> Run:
+        def run() -> None:
+            probe = ap.Probe(analyzers, layers="middle")
+            with probe.attach(model):
+                generate()
+            probe.results()
+
+        return run
+
+    def score() -> None:
+        ap.score(model, ids.tolist(), max_new_tokens=new_tokens, methods=["SAUQ"])
+
+    def naive() -> None:
+        """Every pattern of the middle layers kept, participation ratio of all heads recomputed at each step."""
+        layers = middle_layers(model.cfg.n_layers)
+        hooks = {layer: [] for layer in layers}
+
+        def keep(pattern: torch.Tensor, hook: Any) -> None:
+            rows = hooks[int(hook.name.split(".")[1])]
+            rows.append(pattern.detach())
+            n = pattern.shape[-1]
+            full = torch.cat([torch.nn.functional.pad(r, (0, n - r.shape[-1])) for r in rows], -2)
+            half = full / full.sum(-2, keepdim=True).sqrt()
+            gram = half @ half.mT
+            _ = gram.diagonal(dim1=-2, dim2=-1).sum(-1).square() / (n * gram.square().sum((-2, -1)))
+
+        with model.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_pattern", keep) for layer in layers]):
+            generate()
+
+    five = (
+        ap.IntrinsicTDO(),
+        ap.MeanRoutingSplit(),
+        ap.SpectralEntropyBound(),
+        ap.TransportCapacity(),
+        ap.Asymmetry(),
+    )
+    return {
+        "bare": generate,
+        "five analyzers": watched(*five),
+        "IntrinsicTDO": watched(ap.IntrinsicTDO()),
+        "without IntrinsicTDO": watched(
+            ap.MeanRoutingSplit(bound=False), ap.SpectralEntropyBound(), ap.TransportCapacity(), ap.Asymmetry()
+        ),
+        "score SAUQ": score,
+        "naive": naive,
+    }
+
+
+def prompt_ids(length: int) -> torch.Tensor:
+    """Token ids that stand for a text; their values do not matter for time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(100, 40_000, (1, length), generator=generator)
+
+
+def peak_memory(variant: str, prompt: int, new_tokens: int) -> float:
+    """Peak resident memory in MB of a fresh process that runs one variant once."""
+    code = (
+        "import sys, resource, torch; torch.set_num_threads(1); sys.path.insert(0, 'benchmarks')\n"
+        "import attnprobe as ap, overhead\n"
+        "model = ap.load_model()\n"
+        f"run = overhead.variants(model, overhead.prompt_ids({prompt}), {new_tokens})[{variant!r}]\n"
+        "with torch.no_grad(): run()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    unit = 1024 if platform.system() == "Linux" else 1024 * 1024
+    return int(done.stdout.split()[-1]) / unit
+
+
+def main(
+    prompt: Annotated[int, typer.Option(help="Prompt tokens.")] = 512,
+    new_tokens: Annotated[int, typer.Option(help="New tokens.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Rounds; each runs every variant once.")] = 5,
+    only: Annotated[list[str] | None, typer.Option(help="Variants to run beside the bare host.")] = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory too.")] = True,
+    output: Annotated[str | None, typer.Option(help="Write the figures as JSON.")] = None,
+) -> None:
+    """Time and memory of watching, beside the bare host in the same run."""
+    torch.set_num_threads(1)
+    model = ap.load_model()
+    runs = variants(model, prompt_ids(prompt), new_tokens)
+    if only:
+        runs = {name: run for name, run in runs.items() if name == "bare" or name in only}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        runs["bare"]()  # warm up
+        for _ in range(repeats):
+            for name, run in runs.items():
+                start = time.perf_counter()
+                run()
+                times[name].append(time.perf_counter() - start)
+    figures: dict[str, dict[str, float]] = {}
+    for name, seconds in times.items():
+        ratios = [mine / bare for mine, bare in zip(seconds, times["bare"], strict=True)]
+        figures[name] = {
+            "seconds": statistics.median(seconds),
+            "seconds_min": min(seconds),
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+        if memory:
+            figures[name]["peak_mb"] = peak_memory(name, prompt, new_tokens)
+    _print(figures, prompt, new_tokens)
+    if output:
+        with open(output, "w") as file:
+            json.dump({"prompt": prompt, "new_tokens": new_tokens, "figures": figures}, file, indent=2)
+
+
+def _print(figures: dict[str, dict[str, float]], prompt: int, new_tokens: int) -> None:
+    table = Table(title=f"{prompt} + {new_tokens} tokens, one thread, torch {torch.__version__}")
+    for column in ("variant", "seconds", "ratio to bare", "spread", "MB above bare"):
+        table.add_column(column)
+    for name, row in figures.items():
+        above = f"{row['peak_mb'] - figures['bare']['peak_mb']:.0f}" if "peak_mb" in row else ""
+        table.add_row(
+            name,
+            f"{row['seconds']:.2f}",
+            f"{row['ratio']:.3f}",
+            f"{row['ratio_min']:.3f} to {row['ratio_max']:.3f}",
+            above,
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
