@@ -95,8 +95,8 @@ def load_model(
         trust_remote_code: run Python code that comes with the checkpoint. Only for a source you trust.
 
     Returns:
-        A TransformerBridge, or a transformers model whose tokenizer is `model.tokenizer`. A TransformerBridge
-        re-creates its tokenizer so that it puts the BOS token first; always use `model.tokenizer`.
+        A TransformerBridge, or a transformers model, with the tokenizer as `model.tokenizer`. It adds the special
+        tokens that the model's maker meant it to, on both hosts; `model.to_tokens` of a TransformerBridge adds BOS.
 
     Raises:
         ValueError: for an unknown host or dtype, or arguments that exclude each other.
@@ -202,10 +202,11 @@ def _bridge_from_name(source: str, request: _Request) -> Any:
     # The bridge loads by itself here, rather than being handed a model: it then picks the model class of the
     # architecture (an encoder-decoder is not a causal model) and prepares the loading where it has to.
     from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoTokenizer
 
     dtype = request.dtype or _checkpoint_dtype(source, request.trust_remote_code)
     with _on_disk(request.tokenizer) as tokenizer:
-        return TransformerBridge.boot_transformers(
+        bridge = TransformerBridge.boot_transformers(
             source,
             tokenizer=tokenizer,
             device=request.target(),
@@ -213,6 +214,10 @@ def _bridge_from_name(source: str, request: _Request) -> Any:
             device_map=request.device_map,
             trust_remote_code=request.trust_remote_code,
         )
+    own = request.tokenizer
+    if own is None:
+        own = AutoTokenizer.from_pretrained(source, trust_remote_code=request.trust_remote_code)
+    return _with_tokenizer(bridge, own)
 
 
 def _plain_from_name(source: str, request: _Request) -> Any:
@@ -277,7 +282,28 @@ def _bridge_around(model: Any, tokenizer: Any) -> Any:
     from transformer_lens.model_bridge import TransformerBridge
 
     with _on_disk(tokenizer) as stored:
-        return TransformerBridge.boot_transformers(label, hf_model=model, tokenizer=stored, **where)
+        bridge = TransformerBridge.boot_transformers(label, hf_model=model, tokenizer=stored, **where)
+    return _with_tokenizer(bridge, tokenizer)
+
+
+def _with_tokenizer(bridge: Any, tokenizer: Any) -> Any:
+    """Give a bridge the tokenizer as its maker meant it.
+
+    The bridge re-creates a tokenizer so that it always puts a BOS token first. The same text would then be other
+    tokens, and have another uncertainty, than on the plain model. `bridge.to_tokens` keeps to the convention of
+    TransformerLens: it adds the token itself where it is told that the tokenizer does not.
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if hasattr(bridge, "_tokenizer"):
+        bridge._tokenizer = tokenizer  # the property would re-create it once more
+    else:
+        bridge.tokenizer = tokenizer
+    ids = tokenizer("a")["input_ids"]
+    special = {tokenizer.bos_token_id, getattr(tokenizer, "cls_token_id", None)} - {None}
+    bridge.cfg.tokenizer_prepends_bos = len(ids) > 1 and ids[0] in special
+    bridge.cfg.tokenizer_appends_eos = len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    return bridge
 
 
 def _is_hooked(model: Any) -> bool:

@@ -85,6 +85,7 @@ class Probe:
         self._depth = 0
         self._sites: list[Site] = []
         self._n_layers = 0
+        self._attention_layers: list[int] = []
         self._prompt_lengths: tuple[int, ...] | None = None
         self._batches: list[Batch] = []
         self._leverage: Tensor | None = None
@@ -162,7 +163,8 @@ class Probe:
             raise
 
     def _select_layers(self, sites: list[Site], host: Host) -> list[Site]:
-        known = max(site.layer for site in sites) + 1
+        self._attention_layers = sorted({site.layer for site in sites})
+        known = self._attention_layers[-1] + 1
         self._n_layers = max(known, host.n_layers or 0) if self.pattern == DEFAULT_PATTERN else known
         if self.layers == "all":
             return sites
@@ -252,7 +254,9 @@ class Probe:
         pattern = parts["pattern"]
         if pattern.ndim != 4:
             raise ValueError(f"{site.name} gives a pattern of shape {tuple(pattern.shape)}, not [batch, head, query, key].")
-        plan = self._plan(site.side, pattern.shape[2], pattern.shape[3], pattern)
+        # the keys of cross-attention say nothing about the decoder's past
+        n_key = None if site.kind == "cross" else pattern.shape[3]
+        plan = self._plan(site.side, pattern.shape[2], n_key, pattern)
         if site.kind == "cross" and "encoder" not in self._plans:
             self._plan("encoder", pattern.shape[3], pattern.shape[3], pattern)
         if not plan.new:
@@ -261,12 +265,14 @@ class Probe:
             self._streams[site] = self._stream(site)
         self._streams[site].take(parts, plan)
 
-    def _plan(self, side: str, n_query: int, n_key: int, pattern: Tensor) -> Plan:
+    def _plan(self, side: str, n_query: int, n_key: int | None, pattern: Tensor) -> Plan:
         if side in self._plans:
             return self._plans[side]
         assert self._call is not None
         stream = self._call.decoder if side == "decoder" else self._call.encoder
         generation = self._generation if self._generation_started else None
+        if n_key is None:
+            n_key = n_query + (stream.past or 0)
         sequences = self._sides.get(side)
         goes_on = sequences is not None and sequences.batch == pattern.shape[0]
         if goes_on and sequences is not None:
@@ -326,7 +332,7 @@ class Probe:
             batches.append(self._current())
         if not batches:
             raise ValueError("nothing has been collected: run the model while the probe is attached.")
-        attributes = {"n_layers": self._n_layers}
+        attributes: dict[str, Any] = {"n_layers": self._n_layers, "attention_layers": self._attention_layers}
         if self._vocabulary is not None:
             attributes["vocabulary"] = self._vocabulary
         return dataset_of(batches, self.analyzers, self.heads, attributes)

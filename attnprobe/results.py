@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -72,7 +72,7 @@ class Batch:
 
 
 def dataset_of(
-    batches: Sequence[Batch], analyzers: Sequence[Analyzer], heads: Sequence[int] | None, attributes: Mapping[str, int]
+    batches: Sequence[Batch], analyzers: Sequence[Analyzer], heads: Sequence[int] | None, attributes: Mapping[str, Any]
 ) -> xr.Dataset:
     """All batches in one dataset; ragged ends are NaN."""
     import xarray as xr

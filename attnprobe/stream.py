@@ -76,7 +76,8 @@ class SiteStream:
         self._policy = policy
         self._queries = queries
         self._keys = keys
-        self._traced = any(analyzer.trace for analyzer in analyzers)
+        # an encoder reads all at once: it has no steps to trace
+        self._traced = site.kind != "bidirectional" and any(analyzer.trace for analyzer in analyzers)
         self._capacity = ROWS_PER_PASS if self._traced else BLOCK
         self._verify = verify
         self._audit = RowAudit(site.name, heads, policy)

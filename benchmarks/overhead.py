@@ -46,7 +46,8 @@ def variants(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Run]:
         return run
 
     def score() -> None:
-        ap.score(model, ids.tolist(), max_new_tokens=new_tokens, methods=["SAUQ"])
+        (one,) = ap.score(model, ids.tolist(), max_new_tokens=new_tokens, methods=["SAUQ"])
+        assert len(one.token_ids) == new_tokens, "the answer ended early: the times would not compare"
 
     def naive() -> None:
         """Every pattern of the middle layers kept, participation ratio of all heads recomputed at each step."""
@@ -84,10 +85,18 @@ def variants(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Run]:
     }
 
 
-def prompt_ids(length: int) -> torch.Tensor:
-    """Token ids that stand for a text; their values do not matter for time."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(100, 40_000, (1, length), generator=generator)
+TEXT = (
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
+    "wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this "
+    "truth is so well fixed in the minds of the surrounding families, that he is considered the rightful property of "
+    "some one or other of their daughters. "
+)
+
+
+def prompt_ids(model: Any, length: int) -> torch.Tensor:
+    """A text of that many tokens, the opening of a novel again and again: its continuation does not end early."""
+    ids = model.tokenizer(TEXT * (length // 40 + 1))["input_ids"][:length]
+    return torch.tensor([ids])
 
 
 def peak_memory(variant: str, prompt: int, new_tokens: int) -> float:
@@ -96,7 +105,7 @@ def peak_memory(variant: str, prompt: int, new_tokens: int) -> float:
         "import sys, resource, torch; torch.set_num_threads(1); sys.path.insert(0, 'benchmarks')\n"
         "import attnprobe as ap, overhead\n"
         "model = ap.load_model()\n"
-        f"run = overhead.variants(model, overhead.prompt_ids({prompt}), {new_tokens})[{variant!r}]\n"
+        f"run = overhead.variants(model, overhead.prompt_ids(model, {prompt}), {new_tokens})[{variant!r}]\n"
         "with torch.no_grad(): run()\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
@@ -116,7 +125,7 @@ def main(
     """Time and memory of watching, beside the bare host in the same run."""
     torch.set_num_threads(1)
     model = ap.load_model()
-    runs = variants(model, prompt_ids(prompt), new_tokens)
+    runs = variants(model, prompt_ids(model, prompt), new_tokens)
     if only:
         runs = {name: run for name, run in runs.items() if name == "bare" or name in only}
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -90,7 +90,8 @@ def logits(model: Any) -> torch.Tensor:
 def test_a_folder_becomes_a_bridge(folder, as_text):
     model = load_model(str(folder) if as_text else folder, device="cpu")
     assert type(model).__name__ == "TransformerBridge"
-    assert model.tokenizer("the cat").input_ids == [0, 3, 4]  # the bridge puts BOS first
+    assert model.tokenizer("the cat").input_ids == [3, 4]  # as the maker meant it, and as on the plain model
+    assert model.to_tokens("the cat").tolist()[0][-2:] == [3, 4]
     assert torch.allclose(logits(model), logits(tiny_llama()), atol=1e-5)
     seen = []
     model.run_with_hooks(
@@ -115,7 +116,7 @@ def test_a_tokenizer_given_replaces_that_of_the_folder(folder):
     plain = load_model(folder, host="transformers", tokenizer=own, device="cpu")
     assert plain.tokenizer is own
     bridge = load_model(folder, tokenizer=own, device="cpu")
-    assert bridge.tokenizer("dog").input_ids == [0, 8]
+    assert bridge.tokenizer("dog").input_ids == [8]
     assert bridge.tokenizer.padding_side == "left"
 
 
@@ -269,11 +270,11 @@ def test_a_model_in_memory_without_tokenizer():
 
 def test_a_model_in_memory_with_a_tokenizer_in_memory():
     bridge = load_model(tiny_llama(), tokenizer=tiny_tokenizer())
-    assert bridge.tokenizer("the cat").input_ids == [0, 3, 4]
+    assert bridge.tokenizer("the cat").input_ids == [3, 4]
     assert bridge.tokenizer.padding_side == "left"
     # and that one, whose folder is gone, can serve again
     again = load_model(tiny_llama(), tokenizer=bridge.tokenizer)
-    assert again.tokenizer("the cat").input_ids == [0, 3, 4]
+    assert again.tokenizer("the cat").input_ids == [3, 4]
 
 
 def test_a_bridge_around_a_model_records_its_dtype():

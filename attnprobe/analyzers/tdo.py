@@ -133,6 +133,8 @@ class TDO(Analyzer):
         return rows.generation_block(renormalize=self.scope == "generation")
 
     def _refuse(self, rows: Rows) -> None:
+        if self.measure == "unembedding" and self.leverage is None:
+            raise ValueError("the measure 'unembedding' needs the host's unembedding matrix: use it in a Probe.")
         if self.measure != "positional":
             return
         if not (rows.causal and rows.self_attention):
@@ -156,12 +158,10 @@ class TDO(Analyzer):
         if tokens is None:
             raise ValueError(f"the measure {self.measure!r} needs token ids and the host shows none here.")
         present = tokens >= 0
-        if self.measure == "zipf":
-            mu = zipf_measure(tokens.clamp_min(0))
-        elif self.leverage is None:
-            raise ValueError("the measure 'unembedding' needs the host's unembedding matrix: use it in a Probe.")
-        else:
+        if self.leverage is not None and self.measure == "unembedding":
             mu = unembedding_measure(tokens.clamp_min(0), self.leverage)
+        else:
+            mu = zipf_measure(tokens.clamp_min(0))
         mu = mu * present
         mu = mu / mu.sum(-1, keepdim=True).clamp_min(torch.finfo(mu.dtype).tiny)
         if sunk:

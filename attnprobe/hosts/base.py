@@ -111,6 +111,10 @@ class Host(Protocol):
     def vocabulary(self) -> int | None:
         """Number of token ids, None where the model does not say."""
 
+    @property
+    def context(self) -> int | None:
+        """How many tokens the model reads, None where it does not say."""
+
     def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
         """The attention sites whose pattern hook matches a glob or a predicate.
 

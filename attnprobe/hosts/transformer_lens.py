@@ -51,6 +51,10 @@ class HookedHost:
     def vocabulary(self) -> int | None:
         return getattr(getattr(self.model, "cfg", None), "d_vocab", None)
 
+    @property
+    def context(self) -> int | None:
+        return getattr(getattr(self.model, "cfg", None), "n_ctx", None)
+
     def unembedding(self) -> Tensor:
         original = _original_model(self.model)
         if original is not None and hasattr(original, "get_output_embeddings"):

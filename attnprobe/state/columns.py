@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import Statistic, added, padded_sum
+
+
+_ROWS_AT_ONCE = 64
 
 
 class Columns(Statistic):
@@ -47,7 +49,7 @@ class Columns(Statistic):
         keys = rows.keys
         self.sunk = rows.sink is not None
         self._mass = padded_sum(self._mass, keys.sum(-2))
-        self._energy = padded_sum(self._energy, torch.linalg.vector_norm(keys, dim=-2).square())
+        self._energy = padded_sum(self._energy, _column_energy(keys))
         self._count = added(self._count, rows.count)
 
     def _merge(self, other: Statistic) -> None:
@@ -65,6 +67,15 @@ class Columns(Statistic):
         if self.empty:
             return zeros, zeros
         return padded_sum(zeros.clone(), self.mass), padded_sum(zeros.clone(), self.energy)
+
+
+def _column_energy(keys: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head key"]:
+    """Sums of squares down the columns; in blocks of rows, so that the squares of a long prompt are never all there."""
+    blocks = keys.split(_ROWS_AT_ONCE, dim=-2)
+    energy = blocks[0].square().sum(-2)
+    for block in blocks[1:]:
+        energy += block.square().sum(-2)
+    return energy
 
 
 def _seen(value: Tensor | None) -> Tensor:

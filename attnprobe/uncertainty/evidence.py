@@ -22,7 +22,8 @@ class Evidence:
         traces: variable -> [layer, head, step or more]: entry t - 1 belongs to the row that chose token t, and one more
             entry, where there is one, to the row of the last token itself.
         heads: the watched head numbers.
-        layers: the watched layer numbers; n_layers: how many the model has.
+        layers: the watched layer numbers; n_layers: how many the model has; attention_layers: those with
+            attention (the watched ones if not given).
         vocabulary: size of the model's vocabulary.
     """
 
@@ -33,6 +34,10 @@ class Evidence:
     heads: tuple[int, ...]
     n_layers: int
     vocabulary: int
+    attention_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attention_layers", self.attention_layers or self.layers)
 
     @classmethod
     def of(cls, results: xr.Dataset, sequence: int, n_tokens: int | None = None) -> Evidence:
@@ -72,6 +77,7 @@ class Evidence:
             layers=tuple(int(layer) for layer in one["layer"].values),
             heads=tuple(int(head) for head in one["head"].values),
             n_layers=int(results.attrs["n_layers"]),
+            attention_layers=tuple(int(layer) for layer in np.atleast_1d(results.attrs["attention_layers"])),
             vocabulary=int(results.attrs["vocabulary"]),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -92,11 +93,14 @@ class Method:
             raise ValueError(f"{self.name} reads token probabilities only: use attnprobe.score.")
         return Probe(analyzers, logits=True, **{"layers": self.layers, **settings})
 
-    def score(self, probe: Probe, tokens: Any = None) -> list[Assessment]:
-        """Score every sequence that an attached probe has seen.
+    def score(
+        self, probe: Probe, tokens: Any = None, *, sequences: Sequence[int] | None = None
+    ) -> list[Assessment]:
+        """Score the sequences that an attached probe has seen.
 
         Args:
             probe: a probe with this score's analyzers and `logits=True`, after the model has generated.
+            sequences: which of them, all by default.
             tokens: the generated ids [batch, step] of the last call, where the probe could not see the last of them
                 (a `generate` that returns text; the whole output with its prompt will do as well).
 
@@ -106,4 +110,5 @@ class Method:
         if tokens is not None:
             probe.last_tokens(tokens[:, -1])
         results = probe.results()
-        return [self.assess(Evidence.of(results, i)) for i in range(results.sizes["sequence"])]
+        chosen = range(results.sizes["sequence"]) if sequences is None else sequences
+        return [self.assess(Evidence.of(results, i)) for i in chosen]

@@ -62,9 +62,10 @@ class Recurrent(Method):
 
     def _layer_numbers(self, evidence: Evidence) -> tuple[int, ...]:
         if self.layers == "middle":
-            return tuple(layer for layer in middle_layers(evidence.n_layers) if layer in evidence.layers)
+            middle = middle_layers(evidence.n_layers)
+            return tuple(layer for layer in middle if layer in evidence.attention_layers)
         if self.layers == "all":
-            return evidence.layers
+            return evidence.attention_layers
         return tuple(int(layer) for layer in self.layers)
 
 

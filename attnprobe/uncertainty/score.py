@@ -120,6 +120,7 @@ def score(
     _check_count("max_new_tokens", max_new_tokens)
     _check_count("batch_size", batch_size)
     _check_vocabulary(prompt_ids, completion_ids or [], host.vocabulary)
+    _check_context(prompt_ids, completion_ids, max_new_tokens, host.context)
     choose = sampler(_device(model), temperature, top_k, top_p, seed) if do_sample else greedy
     how = Decoding(
         max_new_tokens=max_new_tokens,
@@ -298,6 +299,18 @@ def _check_vocabulary(prompts: list[list[int]], completions: list[list[int]], si
                 raise ValueError(f"{what} {i} holds token id {wrong[0]}, outside the model's vocabulary of {size}.")
 
 
+def _check_context(
+    prompts: list[list[int]], completions: list[list[int]] | None, max_new_tokens: int, context: int | None
+) -> None:
+    for i, prompt in enumerate(prompts):
+        total = len(prompt) + (max_new_tokens if completions is None else len(completions[i]))
+        if context is not None and total > context:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens and makes {total} with its answer, and the model reads at most "
+                f"{context}: shorten it, or ask for fewer new tokens."
+            )
+
+
 def _chat(prompt: str, tokenizer: Any) -> list[int]:
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat=True needs a chat template and this tokenizer has none: format the prompt yourself.")
@@ -343,7 +356,7 @@ def _stop_strings(stop: str | Sequence[str] | None, tokenizer: Any) -> Any:
 
 
 def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"{name}={value!r}: use a whole number of at least 1.")
 
 
