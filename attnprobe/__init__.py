@@ -65,8 +65,10 @@ def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'attnprobe' has no attribute {name!r}; it offers {', '.join(_EXPORTS)}")
     module = _EXPORTS[name]
-    value = importlib.import_module(f"attnprobe.{name}") if module is None else getattr(
-        importlib.import_module(module), name
+    value = (
+        importlib.import_module(f"attnprobe.{name}")
+        if module is None
+        else getattr(importlib.import_module(module), name)
     )
     globals()[name] = value
     return value

@@ -276,9 +276,7 @@ def _bridge_around(model: Any, tokenizer: Any) -> Any:
         # Patterns need eager attention; boot_transformers switches by itself, the builder may not.
         model.set_attn_implementation("eager")
         config = copy.deepcopy(model.config)
-        return build_bridge_from_module(
-            model, config.architectures[0], hf_config=config, model_name=label, **where
-        )
+        return build_bridge_from_module(model, config.architectures[0], hf_config=config, model_name=label, **where)
     from transformer_lens.model_bridge import TransformerBridge
 
     with _on_disk(tokenizer) as stored:
@@ -315,9 +313,7 @@ def _hooked_as_it_is(model: Any, request: _Request) -> Any:
     given = ("tokenizer", "device", "dtype", "device_map")
     extra = [option for option in given if getattr(request, option) is not None]
     if request.host != "transformer_lens":
-        raise ValueError(
-            f'a {type(model).__name__} is a transformer_lens model; it cannot become host="transformers"'
-        )
+        raise ValueError(f'a {type(model).__name__} is a transformer_lens model; it cannot become host="transformers"')
     if extra:
         raise ValueError(
             f"a {type(model).__name__} is returned as it is, so {' and '.join(extra)} cannot be given with it"
@@ -456,9 +452,7 @@ def _ensure_embedded(source: _Source) -> Path:
         # Another process may have finished it while this one waited.
         if not _is_complete(final, source):
             _remove_stale_work(root)
-            with tempfile.TemporaryDirectory(
-                prefix=_WORK_PREFIX, dir=root, ignore_cleanup_errors=True
-            ) as work:
+            with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=root, ignore_cleanup_errors=True) as work:
                 _publish(_build(source, Path(work)), final)
     return final
 
@@ -636,9 +630,7 @@ def _steps(title: str) -> Iterator[Callable[[str, int], None]]:
         console.print(f"{title}: fetched and converted once", markup=False, highlight=False)
     text = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), text, BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns, console=console, transient=True, disable=not seen, redirect_stdout=False
-    ) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not seen, redirect_stdout=False) as progress:
         task = progress.add_task(title, total=32)
         running = 0
 

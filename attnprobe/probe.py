@@ -93,8 +93,13 @@ class Probe:
         self._generation: Generation | None = None
         self._generation_started = False
         self._verified: set[Site] = set()
-        self._forget_sequences()
-        self._forget_call()
+        self._call: Call | None = None
+        self._plans: dict[str, Plan] = {}
+        self._arrived: dict[Site, dict[str, Tensor]] = {}
+        self._done: set[Site] = set()
+        self._sides: dict[str, Sequences] = {}
+        self._streams: dict[Site, SiteStream] = {}
+        self._tokens = TokenTrace()
 
     # -- attaching ------------------------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ class Probe:
     def reset(self) -> None:
         """Forget every sequence collected so far."""
         self._batches = []
-        self._forget_sequences()
+        self._forget_current()
 
     def _attach(self, host: Host, prompt_lengths: int | Sequence[int] | None) -> None:
         sites = host.sites(self.pattern)
@@ -253,7 +258,9 @@ class Probe:
     def _complete(self, site: Site, parts: dict[str, Tensor]) -> None:
         pattern = parts["pattern"]
         if pattern.ndim != 4:
-            raise ValueError(f"{site.name} gives a pattern of shape {tuple(pattern.shape)}, not [batch, head, query, key].")
+            raise ValueError(
+                f"{site.name} gives a pattern of shape {tuple(pattern.shape)}, not [batch, head, query, key]."
+            )
         # the keys of cross-attention say nothing about the decoder's past
         n_key = None if site.kind == "cross" else pattern.shape[3]
         plan = self._plan(site.side, pattern.shape[2], n_key, pattern)
@@ -367,20 +374,16 @@ class Probe:
                 stacklevel=2,
             )
 
-    def _forget_sequences(self) -> None:
-        self._batches = []
-        self._forget_current()
-
     def _forget_current(self) -> None:
-        self._sides: dict[str, Sequences] = {}
-        self._streams: dict[Site, SiteStream] = {}
+        self._sides = {}
+        self._streams = {}
         self._tokens = TokenTrace()
 
     def _forget_call(self) -> None:
-        self._call: Call | None = None
-        self._plans: dict[str, Plan] = {}
-        self._arrived: dict[Site, dict[str, Tensor]] = {}
-        self._done: set[Site] = set()
+        self._call = None
+        self._plans = {}
+        self._arrived = {}
+        self._done = set()
 
     def __repr__(self) -> str:
         names = ", ".join(type(analyzer).__name__ for analyzer in self.analyzers)

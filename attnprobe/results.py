@@ -72,7 +72,10 @@ class Batch:
 
 
 def dataset_of(
-    batches: Sequence[Batch], analyzers: Sequence[Analyzer], heads: Sequence[int] | None, attributes: Mapping[str, Any]
+    batches: Sequence[Batch],
+    analyzers: Sequence[Analyzer],
+    heads: Sequence[int] | None,
+    attributes: Mapping[str, Any],
 ) -> xr.Dataset:
     """All batches in one dataset; ragged ends are NaN."""
     import xarray as xr
@@ -90,7 +93,10 @@ def dataset_of(
         variables[name] = (dims, joined, dict(descriptions.get(name, {})))
     for name in batches[0].trace:
         joined = _concatenate([batch.trace[name] for batch in batches])
-        described = {**descriptions.get(name, {}), "step": "t, from 1: the prefix that chose generated token t"}
+        described = {
+            **descriptions.get(name, {}),
+            "step": "t, from 1: the prefix that chose generated token t",
+        }
         variables[f"{name}_trace"] = (("sequence", "layer", "head", "step"), joined, described)
     for name in batches[0].per_token:
         joined = _concatenate([batch.per_token[name] for batch in batches])

@@ -35,7 +35,10 @@ class RowAudit:
         self._tolerance = 0.0
 
     def look(
-        self, pattern: Float[Tensor, "batch head query key"], position: Int[Tensor, "batch query"], dtype: torch.dtype
+        self,
+        pattern: Float[Tensor, "batch head query key"],
+        position: Int[Tensor, "batch query"],
+        dtype: torch.dtype,
     ) -> Float[Tensor, "batch head query"]:
         """Take in rows before any policy; gives their sums (1 where the row is padding)."""
         self._tolerance = row_tolerance(dtype)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -90,7 +91,13 @@ class Rows:
             start = n_key - n_query
         position = torch.arange(start, start + n_query, device=pattern.device).expand(batch, -1)
         return cls(
-            pattern=pattern, position=position, first=start, z=z, v=v, key_position=position, **fields  # type: ignore[arg-type]
+            pattern=pattern,
+            position=position,
+            first=start,
+            z=z,
+            v=v,
+            key_position=position,
+            **fields,  # type: ignore[arg-type]
         )
 
     @property
@@ -125,8 +132,7 @@ class Rows:
         """Attention of each row to itself, 0 for padded rows."""
         if not self.self_attention:
             raise ValueError(
-                "self-attention weights need queries and keys that are the same tokens; this site is "
-                "cross-attention."
+                "self-attention weights need queries and keys that are the same tokens; this site is cross-attention."
             )
         return self.attention_to(self.position)
 
@@ -153,7 +159,7 @@ class Rows:
         last_key = self.pattern.shape[-1]
         if self.causal and self.self_attention:
             last_key = min(last_key, self.first + stop)
-        new_keys: dict[str, Tensor | None] = {}
+        new_keys: dict[str, Any] = {}
         if self.self_attention:
             for name in ("v", "k", "key_position"):
                 value = getattr(self, name)
@@ -206,6 +212,4 @@ class Rows:
         if self.tokens is not None:
             tokens = torch.where(key < n_key, self.tokens.gather(1, key.clamp(max=n_key - 1)), -1)
         first = max(0, self.first - self.shortest_prompt)
-        return Rows(
-            pattern=block, position=position, first=first, causal=True, tokens=tokens, serial=self.serial
-        )
+        return Rows(pattern=block, position=position, first=first, causal=True, tokens=tokens, serial=self.serial)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -227,7 +228,7 @@ class SiteStream:
         if "scores" in parts:
             scores = _by_slot(parts["scores"], pattern.shape[-1]).to(dtype)
             fields["scores"] = _by_position(scores, keys) if keys.padded else scores
-        new_keys = {name: parts[name].to(dtype) for name in ("v", "k") if name in parts}
+        new_keys: dict[str, Any] = {name: parts[name].to(dtype) for name in ("v", "k") if name in parts}
         if new_keys and not self._is_self and start > 0:
             new_keys = {}  # the keys of cross-attention came with the first rows
         key_position = position if self._is_self else keys.positions(0, parts["pattern"].shape[-1])

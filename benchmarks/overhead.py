@@ -32,9 +32,7 @@ def variants(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Run]:
     """Each variant generates the same tokens."""
 
     def generate() -> torch.Tensor:
-        return model.generate(
-            ids, max_new_tokens=new_tokens, do_sample=False, stop_at_eos=False, verbose=False
-        )
+        return model.generate(ids, max_new_tokens=new_tokens, do_sample=False, stop_at_eos=False, verbose=False)
 
     def watched(*analyzers: ap.Analyzer) -> Run:
         def run() -> None:
@@ -78,7 +76,10 @@ def variants(model: Any, ids: torch.Tensor, new_tokens: int) -> dict[str, Run]:
         "five analyzers": watched(*five),
         "IntrinsicTDO": watched(ap.IntrinsicTDO()),
         "without IntrinsicTDO": watched(
-            ap.MeanRoutingSplit(bound=False), ap.SpectralEntropyBound(), ap.TransportCapacity(), ap.Asymmetry()
+            ap.MeanRoutingSplit(bound=False),
+            ap.SpectralEntropyBound(),
+            ap.TransportCapacity(),
+            ap.Asymmetry(),
         ),
         "score SAUQ": score,
         "naive": naive,

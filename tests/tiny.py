@@ -10,8 +10,13 @@ import attnprobe as ap
 VOCAB = 97
 _COMMON = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 _LLAMA = dict(
-    _COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128,
+    _COMMON,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
 )
 
 CONFIGS = {
@@ -21,19 +26,38 @@ CONFIGS = {
     "gemma2": lambda: transformers.Gemma2Config(**_LLAMA, head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
     "qwen2": lambda: transformers.Qwen2Config(**_LLAMA),
     "neox": lambda: transformers.GPTNeoXConfig(
-        **_COMMON, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        **_COMMON,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
         max_position_embeddings=128,
     ),
     "gpt_oss": lambda: transformers.GptOssConfig(
-        **_LLAMA, head_dim=8, sliding_window=6, num_local_experts=2, num_experts_per_tok=1,
+        **_LLAMA,
+        head_dim=8,
+        sliding_window=6,
+        num_local_experts=2,
+        num_experts_per_tok=1,
     ),
     "bert": lambda: transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
         max_position_embeddings=128,
     ),
     "t5": lambda: transformers.T5Config(
-        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0,
-        pad_token_id=0, eos_token_id=1,
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
     ),
 }
 _CLASSES = {"bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}

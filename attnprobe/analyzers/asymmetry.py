@@ -38,7 +38,11 @@ class Asymmetry(Analyzer):
 
     variables: ClassVar = {
         "asymmetry": {"long_name": "||(A - A^T)/2||_F / ||A||_F", "units": "1", "source": _SOURCE},
-        "asymmetry_gradient": {"long_name": "gradient part of the asymmetry", "units": "1", "source": _SOURCE},
+        "asymmetry_gradient": {
+            "long_name": "gradient part of the asymmetry",
+            "units": "1",
+            "source": _SOURCE,
+        },
         "asymmetry_curl": {"long_name": "curl part of the asymmetry", "units": "1", "source": _SOURCE},
     }
 

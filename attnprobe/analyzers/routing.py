@@ -87,9 +87,7 @@ class MeanRoutingSplit(Analyzer):
         values = (prefix_mass * by_head).sum(-1).transpose(1, 2) / total
         mean = mean * (count / total).unsqueeze(-1)
         routed = scatter.diagonal(dim1=-2, dim2=-1).sum(-1) / count
-        split = self._named(
-            split_from_moments(mean, routed, values, torch.full_like(values, torch.nan)), bound=False
-        )
+        split = self._named(split_from_moments(mean, routed, values, torch.full_like(values, torch.nan)), bound=False)
         return {name: value.transpose(1, 2) for name, value in split.items()}
 
     def _named(self, split: object, *, bound: bool) -> dict[str, Tensor]:

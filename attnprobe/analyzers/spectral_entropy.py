@@ -37,7 +37,11 @@ class SpectralEntropyBound(Analyzer):
 
     needs = ("pattern", "z")
     variables: ClassVar = {
-        "entropy": {"long_name": "spectral entropy H(Z) of the head output", "units": "nats", "source": _SOURCE},
+        "entropy": {
+            "long_name": "spectral entropy H(Z) of the head output",
+            "units": "nats",
+            "source": _SOURCE,
+        },
         "centered_entropy": {"long_name": "spectral entropy of the centred output", "units": "nats"},
         "entropy_lower": {"long_name": "alpha H(Z_c)", "units": "nats", "source": _SOURCE},
         "entropy_upper": {"long_name": "h2(alpha) + alpha H(Z_c)", "units": "nats", "source": _SOURCE},

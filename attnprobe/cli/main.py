@@ -68,9 +68,7 @@ def score(
         str | None,
         typer.Argument(help="The prompt. '-', or none at all in a pipe, reads one from standard input."),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", min=1, help="The longest answer, in tokens.")
-    ] = 20,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="The longest answer, in tokens.")] = 20,
     method: Annotated[
         list[str] | None,
         typer.Option("--method", "-m", help="An uncertainty method; repeat it for more. Default: SAUQ."),
@@ -91,15 +89,14 @@ def score(
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16. Default: the checkpoint's.")
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", min=1, help="How many prompts are answered at once.")
-    ] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="How many prompts are answered at once.")] = 8,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Answer a prompt and say how uncertain the answer is, token by token."""
     with _plain_errors(debug):
         prompts = _prompts(prompt, file)
         methods = tuple(method) if method else DEFAULT_METHODS
+        _check_methods(methods)
         out, progress = _console(), Console(stderr=True)
         if progress.is_terminal:  # a line, as the first load draws a progress bar of its own
             progress.print("Loading the model", style="dim")
@@ -136,6 +133,13 @@ def models() -> None:
         else:
             out.print(Text("Nothing is cached yet; the first `attnprobe score` fetches the embedded model."))
         out.print(Text(f"cache folder: {render.visible(str(cache_dir()))}"), soft_wrap=True)
+
+
+def _check_methods(names: tuple[str, ...]) -> None:
+    """Before a model is fetched and loaded for nothing."""
+    from attnprobe.uncertainty.registry import resolve
+
+    resolve(names)
 
 
 def _console(width: int | None = None) -> Console:

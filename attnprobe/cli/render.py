@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Cividis, which reads the same with and without colour blindness: dark blue is doubt, yellow is confidence.
 _RAMP = ("#00204d", "#31446b", "#666970", "#958f78", "#cbba69", "#ffea46")
 _BARS = "▁▂▃▄▅▆▇█"
-_COLUMNS = ("probability", "entropy", "confidence")
+_COLUMNS = ("probability", "entropy", "signal", "confidence")
 _JOINERS = "\u200c\u200d"  # part of the spelling in several scripts and of many emoji
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
@@ -89,12 +89,15 @@ def print_score(console: Console, score: Any, *, show_prompt: bool = False) -> N
         console.print(Text.assemble(("uncertainty ", "bold"), f"{visible(method)}  {_number(value)}"))
     if not rows:
         return
+    if {"layer", "head"} <= set(rows[0]):
+        console.print(Text(f"signal and confidence: layer {rows[0]['layer']}, head {rows[0]['head']}", style="dim"))
     console.print()
     monochrome = console.no_color or console.color_system is None
-    console.print(_strip(rows, measure, monochrome), soft_wrap=True)
-    console.print(_legend(measure, monochrome))
+    top = _top(rows, measure)
+    console.print(_strip(rows, measure, top, monochrome), soft_wrap=True)
+    console.print(_legend(measure, top, monochrome))
     console.print()
-    console.print(_token_table(rows))
+    console.print(_token_table(rows, measure, top))
 
 
 def models_table(models: Iterable[CachedModel]) -> Table:
@@ -111,25 +114,33 @@ def models_table(models: Iterable[CachedModel]) -> Table:
     return table
 
 
-def _strip(rows: Sequence[dict[str, Any]], measure: str, monochrome: bool) -> Text:
+def _top(rows: Sequence[dict[str, Any]], measure: str) -> float:
+    """Where the scale ends: a running confidence hardly passes alpha after its first step, so 1 would hide it."""
+    values = [row.get(measure) for row in rows]
+    if measure == "confidence":
+        values = values[1:]
+    return max((value for value in values if value is not None and 0 < value <= 1), default=1.0)
+
+
+def _strip(rows: Sequence[dict[str, Any]], measure: str, top: float, monochrome: bool) -> Text:
     strip = Text()
     for row in rows:
-        token, value = visible(str(row.get("token", ""))), row.get(measure)
+        token, value = visible(str(row.get("token", ""))), _scaled(row.get(measure), top)
         # Without colour a small bar behind every token says the same.
         strip.append(token + _bar(value) if monochrome else token, style=_style(value))
     return strip
 
 
-def _legend(measure: str, monochrome: bool) -> Text:
+def _legend(measure: str, top: float, monochrome: bool) -> Text:
     legend = Text(f"{measure}: 0 ", style="dim")
     if monochrome:
-        return legend.append(f"{_BARS} 1")
+        return legend.append(f"{_BARS} {top:.2g}")
     for level in range(len(_RAMP)):
         legend.append("  ", style=Style(bgcolor=_RAMP[level], dim=False))
-    return legend.append(" 1")
+    return legend.append(f" {top:.2g}")
 
 
-def _token_table(rows: Sequence[dict[str, Any]]) -> Table:
+def _token_table(rows: Sequence[dict[str, Any]], measure: str, top: float) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step", justify="right", style="dim")
     table.add_column("token", overflow="fold")
@@ -137,9 +148,13 @@ def _token_table(rows: Sequence[dict[str, Any]]) -> Table:
     for column in shown:
         table.add_column(column, justify="right")
     for index, row in enumerate(rows):
-        token = Text(visible(str(row.get("token", ""))), style=_style(row.get(shown[-1])) if shown else "")
+        token = Text(visible(str(row.get("token", ""))), style=_style(_scaled(row.get(measure), top)))
         table.add_row(str(row.get("step", index)), token, *(_number(row.get(column)) for column in shown))
     return table
+
+
+def _scaled(value: Any, top: float) -> float | None:
+    return None if value is None or not math.isfinite(value) else min(float(value) / top, 1.0)
 
 
 def _level(value: Any, levels: int) -> int | None:

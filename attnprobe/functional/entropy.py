@@ -96,9 +96,7 @@ def entropy_bound(
     return EntropyBound(*(field.to(checked.dtype) for field in bound))
 
 
-def entropy_from_moments(
-    mean: Float[Tensor, "*batch d"], covariance: Float[Tensor, "*batch d d"]
-) -> EntropyBound:
+def entropy_from_moments(mean: Float[Tensor, "*batch d"], covariance: Float[Tensor, "*batch d d"]) -> EntropyBound:
     """The entropy bound from moments of the rows z of A V, which can be accumulated row by row.
 
         Z_c^T Z_c = C = (1/n) sum_i (z_i - m)(z_i - m)^T,       Z^T Z = C + m m^T

@@ -88,9 +88,7 @@ class BlockGram:
             full[:, :low, low:high] = block[:, : high - low, :low].mT
         return full.reshape(*self._leading, self.size, self.size)
 
-    def weighted_square(
-        self, weights: Float[Tensor, "*batch row key"]
-    ) -> Float[Tensor, "*batch row"]:
+    def weighted_square(self, weights: Float[Tensor, "*batch row key"]) -> Float[Tensor, "*batch row"]:
         """sum_jk G_jk^2 w_j w_k for every weight vector [..., row, key]; keys beyond the matrix count as 0."""
         w = self._flatten(weights)
         total = w.new_zeros(w.shape[:-1])
@@ -227,9 +225,7 @@ def prefix_participation_ratio(
     for start in range(0, n, ROWS_PER_PASS):
         chunk = a[..., start : start + ROWS_PER_PASS, :]
         stop = start + chunk.shape[-2]
-        ratios.append(
-            prefix_ratio_of_rows(gram, mass, energy, chunk, position[start:stop], measure)
-        )
+        ratios.append(prefix_ratio_of_rows(gram, mass, energy, chunk, position[start:stop], measure))
         gram.add_(chunk[..., :stop], causal_start=start)
         mass = mass + chunk.sum(-2)
         energy = energy + chunk.square().sum(-2)

@@ -16,9 +16,7 @@ _SHRINK = 0.7
 _CLUSTER = 6
 
 
-def eigenvalue_beside(
-    matrix: Float[Tensor, "*batch n n"], known: Float[Tensor, "*batch n"]
-) -> Float[Tensor, "*batch"]:
+def eigenvalue_beside(matrix: Float[Tensor, "*batch n n"], known: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
     """Largest eigenvalue of a positive semi-definite matrix on the complement of a known unit eigenvector.
 
     Block Lanczos with full reorthogonalisation, all matrices together, from the same random directions every time;

@@ -262,9 +262,7 @@ def unembedding_measure(
     Source: [SG] the unembedding measure; leverage from the thin SVD is our reading.
     """
     if leverage.ndim != 1 or not (leverage >= 0).all():
-        raise ValueError(
-            f"leverage must be [vocab] with no negative entry, not of shape {tuple(leverage.shape)}."
-        )
+        raise ValueError(f"leverage must be [vocab] with no negative entry, not of shape {tuple(leverage.shape)}.")
     ids = _check_tokens(tokens, mask, leverage.shape[0])
     return _normalized(leverage.to(ids.device)[ids].double(), mask)
 
@@ -274,15 +272,11 @@ def _check_tokens(tokens: Tensor, mask: Tensor | None, vocabulary: int | None) -
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"tokens must be integer ids, not {tokens.dtype}.")
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
-        raise ValueError(
-            f"tokens must be [..., key] with at least one key, not of shape {tuple(tokens.shape)}."
-        )
+        raise ValueError(f"tokens must be [..., key] with at least one key, not of shape {tuple(tokens.shape)}.")
     ids = tokens.long() if mask is None else tokens.long().where(mask, 0)
     if (ids < 0).any() or (vocabulary is not None and (ids >= vocabulary).any()):
         limit = "0 or more" if vocabulary is None else f"in 0..{vocabulary - 1}, the rows of the table"
-        raise ValueError(
-            f"token ids must be {limit}, but they run from {int(ids.min())} to {int(ids.max())}."
-        )
+        raise ValueError(f"token ids must be {limit}, but they run from {int(ids.min())} to {int(ids.max())}.")
     return ids
 
 

@@ -172,13 +172,10 @@ def _check_form(pattern: Tensor, rows: str, square: bool, what: str, why: str) -
         )
     if pattern.dtype not in _TOLERANCE:
         raise TypeError(
-            f"{what} must be float16, bfloat16, float32 or float64, not {pattern.dtype}; pass the "
-            "post-softmax weights."
+            f"{what} must be float16, bfloat16, float32 or float64, not {pattern.dtype}; pass the post-softmax weights."
         )
     if rows not in ROW_POLICIES:
-        raise ValueError(
-            f"rows={rows!r} is not a row policy; use one of {', '.join(map(repr, ROW_POLICIES))}."
-        )
+        raise ValueError(f"rows={rows!r} is not a row policy; use one of {', '.join(map(repr, ROW_POLICIES))}.")
     if pattern.ndim < 2:
         raise ValueError(
             f"{what} must have shape [..., n_query, n_key], but its shape is {tuple(pattern.shape)}; a "
@@ -187,8 +184,7 @@ def _check_form(pattern: Tensor, rows: str, square: bool, what: str, why: str) -
     n_query, n_key = pattern.shape[-2:]
     if n_query == 0 or n_key == 0:
         raise ValueError(
-            f"{what} has {n_query} queries and {n_key} keys, and nothing is defined without at least one of "
-            "each."
+            f"{what} has {n_query} queries and {n_key} keys, and nothing is defined without at least one of each."
         )
     if square and n_query != n_key:
         raise ValueError(
@@ -197,8 +193,7 @@ def _check_form(pattern: Tensor, rows: str, square: bool, what: str, why: str) -
         )
     if square and rows == "sink":
         raise ValueError(
-            f"rows='sink' adds a key, so {what} would no longer be square: {why}; use rows='renormalize' "
-            "instead."
+            f"rows='sink' adds a key, so {what} would no longer be square: {why}; use rows='renormalize' instead."
         )
 
 
@@ -206,9 +201,7 @@ def _check_mask(mask: Tensor, pattern: Tensor, what: str) -> Bool[Tensor, "*batc
     """The mask, expanded to the leading dimensions of the pattern."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(
-            f"mask must be a bool tensor (True = real token), not {kind}; pass attention_mask.bool()."
-        )
+        raise TypeError(f"mask must be a bool tensor (True = real token), not {kind}; pass attention_mask.bool().")
     n_query, n_key = pattern.shape[-2:]
     if n_query != n_key:
         raise ValueError(
@@ -217,8 +210,7 @@ def _check_mask(mask: Tensor, pattern: Tensor, what: str) -> Bool[Tensor, "*batc
         )
     batch = pattern.shape[:-2]
     fits = mask.ndim == 1 or (
-        mask.ndim == pattern.ndim - 1
-        and all(m in (1, b) for m, b in zip(mask.shape[:-1], batch, strict=True))
+        mask.ndim == pattern.ndim - 1 and all(m in (1, b) for m, b in zip(mask.shape[:-1], batch, strict=True))
     )
     # Plain broadcasting would line up a [sequence, token] mask with the heads of [sequence, head, n, n].
     if mask.ndim == 0 or mask.shape[-1] != n_key or not fits:
@@ -230,9 +222,7 @@ def _check_mask(mask: Tensor, pattern: Tensor, what: str) -> Bool[Tensor, "*batc
     real = mask.to(pattern.device).expand(*batch, n_key)
     empty = ~real.any(-1)
     if empty.any():
-        raise ValueError(
-            f"every token of {_where(empty, ())} is masked out; drop sequences without a real token."
-        )
+        raise ValueError(f"every token of {_where(empty, ())} is masked out; drop sequences without a real token.")
     return real
 
 
@@ -246,8 +236,7 @@ def _check_entries(weights: Tensor, what: str) -> None:
     bad = weights < 0
     if bad.any():
         raise ValueError(
-            f"{what} has a negative entry at {_where(bad, ('row', 'column'))}; pass the weights after the "
-            "softmax."
+            f"{what} has a negative entry at {_where(bad, ('row', 'column'))}; pass the weights after the softmax."
         )
 
 

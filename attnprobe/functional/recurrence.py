@@ -91,8 +91,7 @@ def recurrent_log_confidence(
     steps = log_probability.shape[-1]
     if signal.shape[-1] != steps:
         raise ValueError(
-            f"probability and signal must have the same number of steps, but they have {steps} and "
-            f"{signal.shape[-1]}."
+            f"probability and signal must have the same number of steps, but they have {steps} and {signal.shape[-1]}."
         )
     try:
         own, carried = torch.broadcast_tensors(log_probability.double(), signal.double())

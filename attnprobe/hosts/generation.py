@@ -88,9 +88,7 @@ def _told_stream(model: Any, method: Callable[..., Any], listeners: list[Listene
     return generate_stream
 
 
-def _generation(
-    model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Generation:
+def _generation(model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generation:
     given = _arguments(method, args, kwargs)
     config = getattr(getattr(model, "original_model", model), "generation_config", None)
     if (given.get("num_beams") or 1) > 1:
@@ -98,7 +96,7 @@ def _generation(
             "beam search reorders its hypotheses at every step, so no row belongs to a sequence for good: "
             "generate with num_beams=1 under a probe, then score the finished text."
         )
-    stop = ()
+    stop: tuple[int, ...] = ()
     if given.get("stop_at_eos", True):
         stop = _ids(given.get("eos_token_id")) or _default_stop_tokens(model, config)
     return Generation(stop_tokens=stop, max_forwards=given.get("max_new_tokens"))

@@ -56,13 +56,11 @@ class HookedHost:
         return getattr(getattr(self.model, "cfg", None), "n_ctx", None)
 
     def unembedding(self) -> Tensor:
-        original = _original_model(self.model)
-        if original is not None and hasattr(original, "get_output_embeddings"):
-            embeddings = original.get_output_embeddings()
-            if embeddings is not None:
-                weight: Tensor = embeddings.weight
-                return weight
-        w_u = getattr(self.model, "W_U", None)
+        output_embeddings: Any = getattr(_original_model(self.model), "get_output_embeddings", lambda: None)()
+        if output_embeddings is not None:
+            weight: Tensor = output_embeddings.weight
+            return weight
+        w_u: Tensor | None = getattr(self.model, "W_U", None)
         if w_u is None:
             raise ValueError("the measure 'unembedding' needs an unembedding matrix, and this model shows none.")
         return w_u.T
@@ -102,9 +100,7 @@ class HookedHost:
         return self.model.forward(tokens, return_type="logits", past_kv_cache=cache, attention_mask=new), cache
 
     @contextmanager
-    def watch(
-        self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool
-    ) -> Iterator[None]:
+    def watch(self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool) -> Iterator[None]:
         level = next(_levels)
         with ExitStack() as stack:
             for site in sites:

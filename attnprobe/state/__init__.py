@@ -9,4 +9,14 @@ from attnprobe.state.statistic import Statistic, StatisticPool
 from attnprobe.state.tokens import Tokens
 from attnprobe.state.values import ValueNorms
 
-__all__ = ["Columns", "Gram", "OutputMoments", "PrefixMass", "Reciprocity", "Statistic", "StatisticPool", "Tokens", "ValueNorms"]
+__all__ = [
+    "Columns",
+    "Gram",
+    "OutputMoments",
+    "PrefixMass",
+    "Reciprocity",
+    "Statistic",
+    "StatisticPool",
+    "Tokens",
+    "ValueNorms",
+]

@@ -8,7 +8,6 @@ from torch import Tensor
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import Statistic, added, padded_sum
 
-
 _ROWS_AT_ONCE = 64
 
 

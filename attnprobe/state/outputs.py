@@ -42,7 +42,7 @@ class OutputMoments(Statistic):
 
     def prefixes(self, rows: Rows) -> Moments:
         """Moments of the prefix that ends at each of these rows: [batch, query, ...] in front."""
-        batch, n_query = rows.position.shape
+        n_query = rows.n_query
         out: list[Moments] = []
         moments = self._moments
         for i in range(n_query):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnprobe.rows import Rows
 
-
 _serial = itertools.count()
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from attnprobe.hosts import Host
 from attnprobe.probe import Probe
 
-
 Chooser = Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]]
 
 
@@ -47,7 +46,12 @@ class Decoded:
 
 
 def generate(
-    host: Host, probe: Probe, prompts: Sequence[Sequence[int]], how: Decoding, device: torch.device, last_row: bool
+    host: Host,
+    probe: Probe,
+    prompts: Sequence[Sequence[int]],
+    how: Decoding,
+    device: torch.device,
+    last_row: bool,
 ) -> list[Decoded]:
     """Generate for a batch of prompts under an attached probe.
 
@@ -71,7 +75,8 @@ def generate(
             break
         tokens = chosen[:, None]
         real = torch.tensor(
-            [reason is None or (last_row and i in just_ended) for i, reason in enumerate(finish)], device=device
+            [reason is None or (last_row and i in just_ended) for i, reason in enumerate(finish)],
+            device=device,
         )
         mask = torch.cat([mask, real[:, None].to(mask.dtype)], 1)
         if ended or step + 1 == how.max_new_tokens:

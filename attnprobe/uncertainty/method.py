@@ -93,9 +93,7 @@ class Method:
             raise ValueError(f"{self.name} reads token probabilities only: use attnprobe.score.")
         return Probe(analyzers, logits=True, **{"layers": self.layers, **settings})
 
-    def score(
-        self, probe: Probe, tokens: Any = None, *, sequences: Sequence[int] | None = None
-    ) -> list[Assessment]:
+    def score(self, probe: Probe, tokens: Any = None, *, sequences: Sequence[int] | None = None) -> list[Assessment]:
         """Score the sequences that an attached probe has seen.
 
         Args:

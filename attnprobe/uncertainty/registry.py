@@ -57,5 +57,7 @@ def resolve(methods: str | Method | Iterable[str | Method]) -> list[Method]:
         raise ValueError(f"methods is empty: name at least one of {', '.join(_METHODS)}.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"methods names {', '.join(twice)} twice: give one of them another name (`method.name = ...`).")
+        raise ValueError(
+            f"methods names {', '.join(twice)} twice: give one of them another name (`method.name = ...`)."
+        )
     return resolved

@@ -186,9 +186,7 @@ def _score(
     )
 
 
-def _table(
-    tokens: list[int], evidence: Evidence, assessments: dict[str, Assessment], tokenizer: Any
-) -> pd.DataFrame:
+def _table(tokens: list[int], evidence: Evidence, assessments: dict[str, Assessment], tokenizer: Any) -> pd.DataFrame:
     import pandas as pd
 
     table = pd.DataFrame(

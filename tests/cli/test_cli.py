@@ -31,13 +31,13 @@ class FakeScore:
     tokens: pd.DataFrame = field(
         default_factory=lambda: pd.DataFrame(
             {
-                "step": [0, 1, 2],
-                "token": [" Paris", ".\n", "\x1b[31m[bold]"],
-                "token_id": [7, 8, 9],
-                "probability": [0.9, 0.5, 0.125],
-                "log_probability": [-0.105, -0.693, -2.079],
-                "entropy": [0.3, 1.25, float("inf")],
-                "confidence": [0.95, NAN, 0.0625],
+                "step": [0, 1, 2, 3],
+                "token": [" Paris", ".\n", "\x1b[31m[bold]", "!"],
+                "token_id": [7, 8, 9, 5],
+                "probability": [0.9, 0.5, 0.125, 0.75],
+                "log_probability": [-0.105, -0.693, -2.079, -0.288],
+                "entropy": [0.3, 1.25, float("inf"), 0.5],
+                "confidence": [0.95, NAN, 0.0625, 0.5],
             }
         )
     )
@@ -236,8 +236,8 @@ def test_people_get_answer_uncertainty_strip_and_table(calls):
     assert lines[0] == r" Paris.\x1b[31m[bold]red[/bold]"
     assert "uncertainty SAUQ  0.250" in lines
     # a bar behind every token stands for the colour; a token without confidence has none
-    assert r" Paris█.\n\x1b[31m[bold]▁" in lines
-    table = [line.split() for line in lines[-4:]]
+    assert r" Paris█.\n\x1b[31m[bold]▂!█" in lines  # the scale ends at the largest after the first step
+    table = [line.split() for line in lines[-5:]]
     assert table[0] == ["step", "token", "probability", "entropy", "confidence"]
     assert table[1] == ["0", "Paris", "0.900", "0.300", "0.950"]
     assert table[2] == ["1", r".\n", "0.500", "1.250", "-"]
@@ -351,9 +351,7 @@ def test_version():
     assert result.stdout.split()[1][0].isdigit()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["score", "--help"], ["models"], ["score", "--file", "nowhere"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["score", "--help"], ["models"], ["score", "--file", "nowhere"]])
 def test_light_commands_import_no_model_code(arguments, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {ROOT!r})\n"

@@ -73,9 +73,7 @@ def test_hodge_parts_are_a_pythagorean_split(make_pattern, n, seed, scale, causa
     pattern = make_pattern(n, seed=seed, scale=scale, causal=causal)
     split = hodge_split(pattern)
     assert split.asymmetry.item() == pytest.approx(asymmetry(pattern).item(), abs=1e-12)
-    assert split.asymmetry.item() ** 2 == pytest.approx(
-        split.gradient.item() ** 2 + split.curl.item() ** 2, abs=1e-12
-    )
+    assert split.asymmetry.item() ** 2 == pytest.approx(split.gradient.item() ** 2 + split.curl.item() ** 2, abs=1e-12)
     # The gradient part is the closest flow s_i - s_j, found here by least squares over potentials.
     flow = (pattern - pattern.T) / 2
     differences = torch.zeros(n * n, n).double()
@@ -132,9 +130,7 @@ def lipschitz_functions():
 
 @settings(max_examples=30, deadline=None)
 @given(seed=SEEDS, scale=SCALES, causal=st.booleans(), name=st.sampled_from(sorted(lipschitz_functions())))
-def test_what_a_function_can_tell_about_orientation_is_bounded_by_asymmetry(
-    make_pattern, seed, scale, causal, name
-):
+def test_what_a_function_can_tell_about_orientation_is_bounded_by_asymmetry(make_pattern, seed, scale, causal, name):
     pattern = make_pattern(5, seed=seed, scale=scale, causal=causal)
     f = lipschitz_functions()[name]
     difference = (f(pattern) - f(pattern.T)).abs().item()

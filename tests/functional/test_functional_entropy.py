@@ -33,9 +33,7 @@ def test_against_the_singular_values_of_the_output(make_pattern, shape):
         assert bound.centered_entropy.item() == pytest.approx(dense_entropy(output - mean), abs=1e-10)
     alpha = ((output - mean).square().sum() / output.square().sum()).item()
     assert bound.routed_fraction.item() == pytest.approx(alpha, abs=1e-12)
-    assert bound.routed_fraction.item() == pytest.approx(
-        routing_split(pattern, values).routed_fraction.item()
-    )
+    assert bound.routed_fraction.item() == pytest.approx(routing_split(pattern, values).routed_fraction.item())
     binary = -sum(p * math.log(p) for p in (alpha, 1 - alpha) if p > 1e-300)
     assert bound.lower.item() == pytest.approx(alpha * bound.centered_entropy.item())
     assert bound.upper.item() == pytest.approx(binary + bound.lower.item(), abs=1e-9)
@@ -66,9 +64,7 @@ def test_moments_of_the_rows_give_the_same_bound(make_pattern, n, d, seed):
     z = pattern @ values
     mean = z.mean(0)
     covariance = sum(torch.outer(row - mean, row - mean) for row in z) / n
-    for ours, theirs in zip(
-        entropy_bound(pattern, values), entropy_from_moments(mean, covariance), strict=True
-    ):
+    for ours, theirs in zip(entropy_bound(pattern, values), entropy_from_moments(mean, covariance), strict=True):
         assert ours.item() == pytest.approx(theirs.item(), abs=1e-9)
 
 
@@ -85,9 +81,7 @@ def test_bounds_meet_when_nothing_is_the_mean():
 
 
 def test_spectral_entropy_closed_forms():
-    energies = torch.tensor(
-        [[1.0, 1.0, 1.0, 1.0], [5.0, 0.0, 0.0, 0.0], [0.0] * 4, [3.0, 1.0, 0.0, 0.0]]
-    ).double()
+    energies = torch.tensor([[1.0, 1.0, 1.0, 1.0], [5.0, 0.0, 0.0, 0.0], [0.0] * 4, [3.0, 1.0, 0.0, 0.0]]).double()
     quarter = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     assert spectral_entropy(energies).tolist() == pytest.approx([math.log(4), 0.0, 0.0, quarter])
 

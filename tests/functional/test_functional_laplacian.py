@@ -54,9 +54,7 @@ def test_against_the_laplacian_matrix(make_pattern, n, seed, scale):
     laplacian = torch.diag(torch.tensor(degrees, dtype=torch.float64)) - pattern
     values = laplacian_eigenvalues(pattern)
     assert values.tolist() == pytest.approx(laplacian.diagonal().tolist(), abs=1e-12)
-    assert sorted(values.tolist()) == pytest.approx(
-        sorted(torch.linalg.eigvals(laplacian).real.tolist()), abs=1e-4
-    )
+    assert sorted(values.tolist()) == pytest.approx(sorted(torch.linalg.eigvals(laplacian).real.tolist()), abs=1e-4)
     assert values[-1].item() == 0.0
     assert values.abs().max() <= 1
 

@@ -183,8 +183,6 @@ def test_given_weights_cover_the_sink(make_pattern):
     pattern = 0.5 * make_pattern(3, seed=3)
     completed = torch.cat([torch.full((3, 1), 0.5, dtype=torch.float64), pattern], -1)
     weights = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    assert torch.allclose(
-        tdo_spectrum(pattern, measure=weights, rows="sink"), tdo_spectrum(completed, measure=weights)
-    )
+    assert torch.allclose(tdo_spectrum(pattern, measure=weights, rows="sink"), tdo_spectrum(completed, measure=weights))
     with pytest.raises(ValueError, match=r"4 keys .*sink"):
         tdo_spectrum(pattern, measure=weights[1:], rows="sink")

@@ -136,11 +136,7 @@ def test_window_attention_pierces_the_floor(window_causal, width):
 @given(n=st.integers(1, 5), n_key=st.integers(1, 5), seed=SEEDS, scale=SCALES)
 def test_threshold_capacity_is_the_best_of_all_threshold_cuts(make_pattern, n, n_key, seed, scale):
     pattern = make_pattern(n, n_key, seed, scale=scale)
-    cuts = {
-        (a, b): conductance(pattern, set(range(a)), set(range(b)))
-        for a in range(n + 1)
-        for b in range(n_key + 1)
-    }
+    cuts = {(a, b): conductance(pattern, set(range(a)), set(range(b))) for a in range(n + 1) for b in range(n_key + 1)}
     best = min(phi for phi in cuts.values() if phi is not None)
     capacity = threshold_capacity(pattern)
     assert capacity.phi.item() == pytest.approx(best, abs=1e-12)
