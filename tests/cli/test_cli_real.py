@@ -84,9 +84,7 @@ def test_a_single_token_is_strict_json_too():
     (line,) = result.stdout.splitlines()
     record = strict(line)
     assert len(record["tokens"]) == 1
-    assert record["uncertainty"]["SAUQ"] == pytest.approx(
-        1 - record["tokens"][0]["log_probability"], abs=1e-6
-    )
+    assert record["uncertainty"]["SAUQ"] == pytest.approx(1 - record["tokens"][0]["log_probability"], abs=1e-6)
 
 
 def test_a_file_of_prompts_one_object_a_line_whatever_the_batch(tmp_path, model):

@@ -81,7 +81,13 @@ def assert_sequence(found: xr.Dataset, index: int, expected: xr.Dataset, toleran
             there = there[..., :steps]
         if name.removesuffix("_trace") in ROOTS:
             value, there = value**2, there**2
-        np.testing.assert_allclose(there, value, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=name)
+        within = tolerance
+        if name.startswith("gain"):  # a quotient by a difference of two energies: a digit less in float32
+            within = 10 * tolerance
+        if name.startswith("centered_entropy"):  # the entropy of nothing, where nothing is routed
+            alpha = wanted[name.replace("centered_entropy", "routed_fraction")].values
+            value, there = value[alpha > 1e-9], there[..., : alpha.shape[-1]][alpha > 1e-9]
+        np.testing.assert_allclose(there, value, rtol=within, atol=within, equal_nan=True, err_msg=name)
 
 
 def dropped():

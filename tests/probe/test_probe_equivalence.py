@@ -19,8 +19,13 @@ import attnprobe as ap
 MODELS = ["llama", "gemma2"]
 
 
+@pytest.fixture
+def model():
+    return bridge("llama")
+
+
 @pytest.fixture(params=MODELS)
-def model(request):
+def each_model(request):
     return bridge(request.param)
 
 
@@ -74,14 +79,14 @@ def test_one_forward_is_a_dense_computation(model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_in_one_forward(model, side):
+def test_a_padded_batch_in_one_forward(each_model, side):
     sequences, prompts = tokens(14, 9, 11), [10, 4, 11]
     ids, mask = padded(sequences, side)
-    ds, _ = run(model, lambda m: m(ids, attention_mask=mask), prompt_lengths=prompts)
+    ds, _ = run(each_model, lambda m: m(ids, attention_mask=mask), prompt_lengths=prompts)
     assert ds.sizes["sequence"] == 3
     assert ds.length.values.tolist() == [14, 9, 11]
     for i, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-        assert_sequence(ds, i, alone(model, sequence, prompt))
+        assert_sequence(ds, i, alone(each_model, sequence, prompt))
 
 
 @pytest.mark.parametrize("cuts", [[3], [1, 2, 7], [13]])
@@ -127,26 +132,26 @@ def test_a_padded_batch_decoded_by_hand(model, how):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generate(model, use_cache):
+def test_generate(each_model, use_cache):
     (prompt,) = tokens(9)
     ds, output = run(
-        model, lambda m: m.generate(prompt[None], max_new_tokens=12, use_past_kv_cache=use_cache, **FREE)
+        each_model, lambda m: m.generate(prompt[None], max_new_tokens=12, use_past_kv_cache=use_cache, **FREE)
     )
     assert ds.sizes["step"] == 12
-    assert_sequence(ds, 0, alone(model, output[0, :-1], 9))
+    assert_sequence(ds, 0, alone(each_model, output[0, :-1], 9))
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_a_padded_batch_generates(model, use_cache):
+def test_a_padded_batch_generates(each_model, use_cache):
     prompts = tokens(9, 3, 6)
     ids, mask = padded(prompts, "left")
     ds, output = run(
-        model,
+        each_model,
         lambda m: m.generate(ids, attention_mask=mask, max_new_tokens=10, use_past_kv_cache=use_cache, **FREE),
     )
     for i, prompt in enumerate(prompts):
         finished = torch.cat([prompt, output[i, 9:-1]])
-        assert_sequence(ds, i, alone(model, finished, len(prompt)))
+        assert_sequence(ds, i, alone(each_model, finished, len(prompt)))
 
 
 @pytest.mark.parametrize("new", [1, 2])
@@ -201,20 +206,20 @@ def ragged(model):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("how", ["generate", "generate_stream"])
-def test_sequences_that_end_at_different_steps(model, use_cache, how):
-    prompts, ids, mask, stop = ragged(model)
+def test_sequences_that_end_at_different_steps(each_model, use_cache, how):
+    prompts, ids, mask, stop = ragged(each_model)
     settings = {
         "attention_mask": mask, "max_new_tokens": 9, "eos_token_id": stop, "use_past_kv_cache": use_cache, **GREEDY
     }
-    output = model.generate(ids, **settings)
-    ds, _ = run(model, lambda m: list(getattr(m, how)(ids, **settings)))
+    output = each_model.generate(ids, **settings)
+    ds, _ = run(each_model, lambda m: list(getattr(m, how)(ids, **settings)))
     lengths = set()
     for i, prompt in enumerate(prompts):
         answer = output[i, 7:].tolist()
         answer = answer[: answer.index(stop) + 1] if stop in answer else answer
         lengths.add(len(answer))
         finished = torch.cat([prompt, torch.tensor(answer[:-1], dtype=torch.int64)])
-        assert_sequence(ds, i, alone(model, finished, len(prompt)))
+        assert_sequence(ds, i, alone(each_model, finished, len(prompt)))
     assert len(lengths) > 1
 
 
@@ -252,8 +257,8 @@ def test_a_returned_cache_adds_nothing(model, new, use_cache):
 
 def test_long_generation_crosses_every_buffer(model):
     (prompt,) = tokens(30)
-    ds, output = run(model, lambda m: m.generate(prompt[None], max_new_tokens=70, **FREE))
-    assert ds.sizes["step"] == 70
+    ds, output = run(model, lambda m: m.generate(prompt[None], max_new_tokens=45, **FREE))
+    assert ds.sizes["step"] == 45
     assert_sequence(ds, 0, alone(model, output[0, :-1], 30))
 
 
@@ -359,14 +364,14 @@ def test_token_probabilities_survive_a_prompt_in_chunks(model):
 
 def test_many_rows_at_once(model):
     """More rows than are valued together, from a text whose every token is traced."""
-    (sequence,) = tokens(90)
+    (sequence,) = tokens(75)
     probe = ap.Probe([ap.IntrinsicTDO(trace=True)], logits=True)
     with probe.attach(model, prompt_lengths=1), torch.no_grad():
         model(sequence[None])
     ds = probe.results()
-    assert ds.sizes["step"] == 90
+    assert ds.sizes["step"] == 75
     log_probability, _ = dense_tokens(model, sequence[:1], sequence[1:].tolist())
-    np.testing.assert_allclose(ds.token_log_probability.values[0, :89], log_probability, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(ds.token_log_probability.values[0, :74], log_probability, rtol=1e-4, atol=1e-4)
     _, cache = model.run_with_cache(sequence[None])
     for layer in range(3):
         expected = ap.functional.prefix_participation_ratio(cache[f"blocks.{layer}.attn.hook_pattern"][0].double())

@@ -100,9 +100,7 @@ def prompt_ids(name: str) -> tuple[int, ...]:
         return tuple(tokenizer(text)["input_ids"])
     message = [{"role": "user", "content": text}]
     return tuple(
-        tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
     )
 
 
@@ -139,9 +137,7 @@ def test_scores_equal_a_dense_float64_computation(name):
         dense.assert_same_layers(score.assessments[method], layers, 1e-3)
     assert score.uncertainty["Perplexity"] == pytest.approx(dense.perplexity(text), abs=1e-3)
     assert score.uncertainty["MeanTokenEntropy"] == pytest.approx(dense.mean_token_entropy(text), abs=1e-3)
-    np.testing.assert_allclose(
-        score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-3
-    )
+    np.testing.assert_allclose(score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-3)
     np.testing.assert_allclose(score.tokens["entropy"], dense.token_entropies(text), atol=1e-3)
 
 
@@ -178,9 +174,7 @@ def test_every_measure_equals_a_dense_float64_computation(measure):
 def of_every_measure(name: str):
     """Forced scoring of the generated answer, all measures in one forward."""
     methods = [ap.SAUQ(measure=measure) for measure in MEASURES]
-    (score,) = ap.score(
-        bridge(), [list(prompt_ids(name))], completions=[alone(name).token_ids], methods=methods
-    )
+    (score,) = ap.score(bridge(), [list(prompt_ids(name))], completions=[alone(name).token_ids], methods=methods)
     return score
 
 
@@ -199,9 +193,7 @@ def test_a_chat_prompt_as_text_is_the_same_prompt():
 
 
 def test_an_answer_ends_at_the_end_of_turn_token():
-    (score,) = ap.score(
-        bridge(), "Answer with one word: what colour is the sky?", chat=True, max_new_tokens=40
-    )
+    (score,) = ap.score(bridge(), "Answer with one word: what colour is the sky?", chat=True, max_new_tokens=40)
     assert score.finish == "eos"
     assert score.token_ids[-1] == bridge().tokenizer.eos_token_id
     assert len(score.tokens) == len(score.token_ids) < 40

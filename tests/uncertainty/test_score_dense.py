@@ -108,9 +108,7 @@ def assert_same_scores(one, other, tolerance: float) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("prompt", [PROMPT, SHORT], ids=["long", "short"])
 def test_every_method_equals_the_dense_reference(architecture, prompt):
-    (score,) = ap.score(
-        bridge(architecture), [prompt], methods=NAMES, max_new_tokens=9, rows=policy(architecture)
-    )
+    (score,) = ap.score(bridge(architecture), [prompt], methods=NAMES, max_new_tokens=9, rows=policy(architecture))
     text = reference(score, architecture)
     assert score.prompt_ids == prompt
     assert list(score.uncertainty) == list(NAMES)
@@ -126,9 +124,7 @@ def test_every_method_equals_the_dense_reference(architecture, prompt):
         dense.assert_same_layers(score.assessments[name], layers, 1e-4)
     assert score.uncertainty["Perplexity"] == pytest.approx(dense.perplexity(text), abs=1e-5)
     assert score.uncertainty["MeanTokenEntropy"] == pytest.approx(dense.mean_token_entropy(text), abs=1e-5)
-    np.testing.assert_allclose(
-        score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-5
-    )
+    np.testing.assert_allclose(score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-5)
     np.testing.assert_allclose(score.tokens["entropy"], dense.token_entropies(text), atol=1e-5)
 
 
@@ -149,9 +145,7 @@ def test_every_sauq_equals_the_dense_reference(measure, scope, screen, renormali
 @pytest.mark.parametrize("measure", MEASURES)
 def test_every_measure_under_a_sliding_window(architecture, measure):
     sauq = ap.SAUQ(measure=measure, layers="all")
-    (score,) = ap.score(
-        bridge(architecture), PROMPT, methods=sauq, max_new_tokens=9, rows=policy(architecture)
-    )
+    (score,) = ap.score(bridge(architecture), PROMPT, methods=sauq, max_new_tokens=9, rows=policy(architecture))
     uncertainty, layers = dense.sauq(reference(score, architecture), measure=measure, layers=range(3))
     assert score.uncertainty[sauq.name] == pytest.approx(uncertainty, abs=1e-4)
     dense.assert_same_layers(score.assessments[sauq.name], layers, 1e-4)
@@ -256,9 +250,7 @@ def test_rows_after_the_end_of_a_finished_sequence_do_not_count(architecture, st
             assert score.uncertainty[name] == pytest.approx(uncertainty, abs=1e-4), name
             dense.assert_same_layers(score.assessments[name], layers, 1e-4)
         assert score.uncertainty["Perplexity"] == pytest.approx(dense.perplexity(text), abs=1e-5)
-        assert score.uncertainty["MeanTokenEntropy"] == pytest.approx(
-            dense.mean_token_entropy(text), abs=1e-5
-        )
+        assert score.uncertainty["MeanTokenEntropy"] == pytest.approx(dense.mean_token_entropy(text), abs=1e-5)
     (alone,) = ap.score(model, [PROMPT], methods=NAMES, max_new_tokens=8)
     assert_same_scores(stopped, alone, 1e-5)
 
@@ -268,9 +260,7 @@ def test_a_long_answer_equals_the_dense_reference(architecture):
     """Longer than every buffer on the way: waiting decode rows, rows of one pass, Gram blocks."""
     sauqs = [ap.SAUQ(), ap.SAUQ(scope="generation"), ap.SAUQ(measure="zipf"), ap.SAUQ(screen="mean")]
     methods = [*sauqs, ap.RAUQ(indexing="paper")]
-    scores = ap.score(
-        bridge(architecture, eos_token_id=None), [PROMPT, SHORT], methods=methods, max_new_tokens=90
-    )
+    scores = ap.score(bridge(architecture, eos_token_id=None), [PROMPT, SHORT], methods=methods, max_new_tokens=90)
     for score in scores:
         assert len(score.token_ids) == 90
         text = reference(score, architecture)
@@ -392,9 +382,27 @@ def test_a_users_probe_beside_score_sees_the_same_and_disturbs_nothing():
     for score, bare in zip(scores, ap.score(model, [PROMPT, SHORT], max_new_tokens=6), strict=True):
         assert_same_scores(score, bare, 1e-9)
     assessments = sauq.score(probe, tokens=torch.tensor([score.token_ids for score in scores]))
-    assert [a.uncertainty for a in assessments] == pytest.approx(
-        [s.uncertainty["SAUQ"] for s in scores], abs=1e-6
-    )
+    assert [a.uncertainty for a in assessments] == pytest.approx([s.uncertainty["SAUQ"] for s in scores], abs=1e-6)
+
+
+def test_a_users_probe_beside_score_sees_no_row_after_the_end():
+    eos = greedy("llama", PROMPT, 8)[2]
+    model, tdo = bridge("llama", eos_token_id=eos), ap.IntrinsicTDO()
+    probe = ap.Probe([tdo], layers=[1])
+    with probe.attach(model):
+        scores = ap.score(model, [PROMPT, SHORT], max_new_tokens=8)
+    assert [len(score.token_ids) for score in scores] == [3, 8]
+    results = probe.results()
+    # the last token is chosen and never fed back
+    assert results["length"].values.tolist() == [len(PROMPT) + 2, len(SHORT) + 7]
+    for i, score in enumerate(scores):
+        text = reference(score)
+        expected = [
+            dense.participation_ratio(dense.prefix_block(text, 1, head, text.n_tokens), "intrinsic", None, None)
+            for head in range(4)
+        ]
+        found = results["participation_ratio"].sel(layer=1).values[i]
+        np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_several_calls_under_one_probe_are_several_sequences():
@@ -479,9 +487,7 @@ def test_models_of_one_and_two_layers(architecture, n_layers, n):
 @pytest.mark.parametrize("prompt", [PROMPT, SHORT, [7]], ids=["long", "short", "one token"])
 @pytest.mark.parametrize("how", ["max_new_tokens", "completions"])
 def test_a_single_token(prompt, how):
-    options = (
-        {"max_new_tokens": 1} if how == "max_new_tokens" else {"completions": [greedy("llama", prompt, 1)]}
-    )
+    options = {"max_new_tokens": 1} if how == "max_new_tokens" else {"completions": [greedy("llama", prompt, 1)]}
     (score,) = ap.score(bridge("llama"), [prompt], methods=NAMES, **options)
     text = reference(score)
     assert len(score.token_ids) == 1
@@ -676,9 +682,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error():
     assert set(vars(model)) == attributes
 
 
-@pytest.mark.parametrize(
-    "container", [list, tuple, torch.tensor, np.array], ids=["list", "tuple", "torch", "numpy"]
-)
+@pytest.mark.parametrize("container", [list, tuple, torch.tensor, np.array], ids=["list", "tuple", "torch", "numpy"])
 def test_token_ids_in_any_container(container):
     expected = greedy("llama", PROMPT, 3)
     for prompts in (container(PROMPT), container([PROMPT]), [container(PROMPT)]):
@@ -691,9 +695,7 @@ def test_token_ids_in_any_container(container):
 
 
 def test_strings_in_and_out():
-    (by_text,) = ap.score(
-        bridge("llama"), in_words(PROMPT), tokenizer=words(), methods=NAMES, max_new_tokens=5
-    )
+    (by_text,) = ap.score(bridge("llama"), in_words(PROMPT), tokenizer=words(), methods=NAMES, max_new_tokens=5)
     (by_ids,) = ap.score(bridge("llama"), [PROMPT], methods=NAMES, max_new_tokens=5)
     assert by_text.prompt_ids == PROMPT
     assert by_text.prompt == in_words(PROMPT)
@@ -720,9 +722,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut_from_the_text(mark_from, mark_
     tokens = greedy("llama", PROMPT, 6)
     assert len(set(tokens)) == 6
     stop = in_words(tokens[mark_from:mark_to])
-    (score,) = ap.score(
-        bridge("llama"), [PROMPT], tokenizer=words(), stop=stop, methods=NAMES, max_new_tokens=9
-    )
+    (score,) = ap.score(bridge("llama"), [PROMPT], tokenizer=words(), stop=stop, methods=NAMES, max_new_tokens=9)
     assert (score.token_ids, score.finish) == (tokens[:mark_to], "stop")
     assert score.text.strip() == in_words(tokens[:mark_from])
     (forced,) = ap.score(bridge("llama"), [PROMPT], completions=[tokens[:mark_to]], methods=NAMES)
@@ -755,8 +755,7 @@ def test_chat_needs_a_template_and_uses_it():
     with pytest.raises(ValueError, match="chat template"):
         ap.score(bridge("llama"), in_words(SHORT), tokenizer=tokenizer, chat=True)
     tokenizer.chat_template = (
-        "{% for m in messages %}w3 {{ m['content'] }} w4 {% endfor %}"
-        "{% if add_generation_prompt %}w1{% endif %}"
+        "{% for m in messages %}w3 {{ m['content'] }} w4 {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
     )
     (score,) = ap.score(bridge("llama"), in_words(SHORT), tokenizer=tokenizer, chat=True, max_new_tokens=3)
     assert score.prompt_ids == [3, *SHORT, 4, 1]
@@ -785,9 +784,7 @@ def test_sampling_is_reproducible_and_its_probabilities_are_the_models_own():
         assert_same_scores(one, again, 1e-9)
     for score in runs[0]:
         text = reference(score)
-        np.testing.assert_allclose(
-            score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-5
-        )
+        np.testing.assert_allclose(score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-5)
         np.testing.assert_allclose(score.tokens["entropy"], dense.token_entropies(text), atol=1e-5)
         uncertainty, layers = dense.sauq(text)
         assert score.uncertainty["SAUQ"] == pytest.approx(uncertainty, abs=1e-4)
@@ -798,9 +795,7 @@ def test_sampling_without_a_seed_follows_the_global_state():
     def answers():
         return [
             score.token_ids
-            for score in ap.score(
-                bridge("llama"), [PROMPT], do_sample=True, temperature=3.0, max_new_tokens=8
-            )
+            for score in ap.score(bridge("llama"), [PROMPT], do_sample=True, temperature=3.0, max_new_tokens=8)
         ]
 
     torch.manual_seed(3)
