@@ -152,14 +152,14 @@ class Probe:
         self._forget_current()
 
     def _attach(self, host: Host, prompt_lengths: int | Sequence[int] | None) -> None:
-        sites = host.sites(self.pattern)
-        self._sites = self._select_layers(sites, host)
+        sites = self._select_layers(host.sites(self.pattern), host)
+        self._finish()  # the last attachment's sequences, whose last token could be told until now
+        self._sites = sites
         self._prompt_lengths = _check_prompt_lengths(prompt_lengths)
         if any(getattr(analyzer, "measure", None) == "unembedding" for analyzer in self.analyzers):
             self._leverage = leverage_scores(host.unembedding().detach())
         self._verified = set()
         self._forget_call()
-        self._forget_current()
         self._host = host
         try:
             self._stack.enter_context(host.watch(self, self._sites, self._parts, logits=self.logits))
@@ -224,8 +224,7 @@ class Probe:
         """The forward went through (called by the host)."""
         silent = [site.name for site in self._sites if site not in self._done]
         if silent:
-            self._call = None
-            self._forget_current()
+            self._abandon(quiet=True)
             missing = self._missing(silent[0])
             raise ValueError(
                 f"{len(silent)} of {len(self._sites)} watched sites did not report in this forward, the first being "
@@ -335,7 +334,7 @@ class Probe:
             ValueError: nothing has been collected, or a row was not a distribution.
         """
         batches = list(self._batches)
-        if self._streams:
+        if self._streams and not self._half_read:
             batches.append(self._current())
         if not batches:
             raise ValueError("nothing has been collected: run the model while the probe is attached.")
@@ -364,15 +363,21 @@ class Probe:
 
     def _abandon(self, *, quiet: bool = False) -> None:
         """The last forward raised part way: its sequences have rows in some layers only."""
+        lost = self._half_read
         self._call = None
-        lost = bool(self._streams)
-        self._forget_current()
+        if lost:
+            self._forget_current()
         if lost and not quiet:
             warnings.warn(
                 "a forward of the watched model raised before it was through; the sequences it belonged to are "
                 "dropped from the results.",
                 stacklevel=2,
             )
+
+    @property
+    def _half_read(self) -> bool:
+        """A forward was begun and not ended, and some layers have taken its rows."""
+        return self._call is not None and bool(self._plans)
 
     def _forget_current(self) -> None:
         self._sides = {}

@@ -56,6 +56,7 @@ class Sequences:
         self.width = 0
         self.padded = False
         self.cached = False
+        self._forwards = 0
         self.generated = False
         self.tokens: Int[Tensor, "batch slot"] | None = None
         self._real: Bool[Tensor, "batch slot"] = torch.zeros(batch, 0, dtype=torch.bool, device=device)
@@ -77,6 +78,7 @@ class Sequences:
     def plan(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> Plan:
         """Place a forward of n_query rows on n_key keys, and take its slots in."""
         skip = self._skip(stream, n_query, n_key, generation)
+        self._forwards = self._forwards + 1 if generation is not None else 1
         new = n_query - skip
         start = self.seen
         if new <= 0:
@@ -119,7 +121,14 @@ class Sequences:
         # text after cached decoding, which brings nothing new
         if n_query == 1 and self.seen:
             raise ValueError(_EMPTY_CACHE)
-        return n_query if self.cached else min(self.seen, n_query)
+        over = self.cached or (generation.looks_back and self._ended(stream, generation))
+        return n_query if over else min(self.seen, n_query)
+
+    def _ended(self, stream: Stream, generation: Generation) -> bool:
+        """Whether a generate without a cache has given its last token before this forward."""
+        if generation.max_forwards is not None and self._forwards >= generation.max_forwards:
+            return True
+        return stream.tokens is not None and bool((stream.tokens[:, -1].cpu() == torch.tensor(generation.stop_tokens)).any())
 
     def _check_cache(self, stream: Stream, n_query: int, n_key: int, total: int) -> None:
         if n_query == n_key == 1 < total:
@@ -202,7 +211,7 @@ class Sequences:
         else:
             self.generated = True
             return 0
-        if new == 1 and start > self.shortest_prompt and not self.padded:
+        if new == 1:  # without asking the device; a row before the first step is sorted out with the results
             return 0
         steps = (self.positions(start, new) >= self.prompt_length[:, None] - 1).any(0)
         first = steps.to(torch.int64).argmax()

@@ -22,6 +22,7 @@ class TokenTrace:
         self._position: list[Int[Tensor, "batch row"]] = []
         self._log_probability: list[Float[Tensor, "batch row"]] = []
         self._entropy: list[Float[Tensor, "batch row"]] = []
+        self._open = 0  # rows from here on may wait for their token
         self._pending: Float[Tensor, "batch vocab"] | None = None
         self._pending_position: Int[Tensor, "batch"] | None = None
 
@@ -33,6 +34,7 @@ class TokenTrace:
         if by_position is None:
             raise ValueError("token probabilities need token ids, and the model was given embeddings.")
         self._resolve_pending(plan, sequences)
+        self._open = len(self._position)
         if plan.trace_from is None:
             return
         first = max(plan.trace_from, plan.new - logits.shape[1])
@@ -84,6 +86,6 @@ class TokenTrace:
             self._fill(self._pending_position, self._pending.gather(1, token))
 
     def _fill(self, position: Tensor, log_probability: Tensor) -> None:
-        for i, rows in enumerate(self._position):
-            hit = (rows == position[:, None]) & self._log_probability[i].isnan()
+        for i in range(self._open, len(self._position)):
+            hit = (self._position[i] == position[:, None]) & self._log_probability[i].isnan()
             self._log_probability[i] = torch.where(hit, log_probability, self._log_probability[i])

@@ -106,8 +106,8 @@ def entropy_from_moments(mean: Float[Tensor, "*batch d"], covariance: Float[Tens
         covariance: [..., d, d] C, divided by n and not by n - 1.
 
     Returns:
-        `EntropyBound` in nats, in the dtype of the arguments; eigenvalues are taken in float64. Nothing is
-        checked.
+        `EntropyBound` in nats, in the dtype of the arguments; eigenvalues are taken in float64. A spread that is
+        rounding beside the mean (8 eps of the energy) counts as none. Nothing is checked.
 
     >>> import torch
     >>> from attnprobe.functional import entropy_from_moments
@@ -117,6 +117,10 @@ def entropy_from_moments(mean: Float[Tensor, "*batch d"], covariance: Float[Tens
     Source: [SG] the bound on spectral entropy, in streaming form.
     """
     center, spread = mean.double(), covariance.double()
+    energy = spread.diagonal(dim1=-2, dim2=-1).sum(-1) + center.square().sum(-1)
+    rounding = 8 * torch.finfo(covariance.dtype).eps * energy
+    noise = spread.diagonal(dim1=-2, dim2=-1).sum(-1) < rounding
+    spread = spread.where(~noise[..., None, None], 0.0)
     second = spread + center.unsqueeze(-1) * center.unsqueeze(-2)
     entropy = _entropy(torch.linalg.eigvalsh(second).clamp_min(0.0))
     centered = _entropy(torch.linalg.eigvalsh(spread).clamp_min(0.0))

@@ -65,11 +65,13 @@ class Generation:
 
     Attributes:
         stop_tokens: ids after which a row of the batch runs on as padding.
-        max_forwards: how many forwards generate; a later one only refills a cache. None: unknown.
+        max_forwards: how many forwards generate at most.
+        looks_back: after the last token, one more forward reads the finished text for a cache; it brings nothing new.
     """
 
     stop_tokens: tuple[int, ...] = ()
     max_forwards: int | None = None
+    looks_back: bool = False
 
 
 class Listener(Protocol):

@@ -99,7 +99,11 @@ def _generation(model: Any, method: Callable[..., Any], args: tuple[Any, ...], k
     stop: tuple[int, ...] = ()
     if given.get("stop_at_eos", True):
         stop = _ids(given.get("eos_token_id")) or _default_stop_tokens(model, config)
-    return Generation(stop_tokens=stop, max_forwards=given.get("max_new_tokens"))
+    return Generation(
+        stop_tokens=stop,
+        max_forwards=given.get("max_new_tokens"),
+        looks_back=bool(given.get("return_cache", False)),
+    )
 
 
 def _arguments(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

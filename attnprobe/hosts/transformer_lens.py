@@ -106,7 +106,7 @@ class HookedHost:
             for site in sites:
                 for part in parts:
                     point = self._hook_point(site, part)
-                    stack.callback(point.remove_hooks, "fwd", including_permanent=True, level=level)
+                    stack.callback(_remove, point, level)
                     point.add_hook(_reporter(listener, site, part), is_permanent=True, level=level)
             for handle in self._listen_to_calls(listener, sites, logits=logits):
                 stack.callback(handle.remove)
@@ -172,6 +172,13 @@ def _original_model(model: Any) -> nn.Module | None:
     except AttributeError:
         return None
     return original if isinstance(original, nn.Module) else None
+
+
+def _remove(point: Any, level: int) -> None:
+    """Take out the hooks of one level. (`remove_hooks(including_permanent=True)` of 3.9 takes the user's with them.)"""
+    for handle in [handle for handle in point.fwd_hooks if handle.context_level == level]:
+        handle.hook.remove()
+        point.fwd_hooks.remove(handle)
 
 
 def _reporter(listener: Listener, site: Site, part: str) -> Callable[..., None]:

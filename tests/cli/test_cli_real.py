@@ -52,8 +52,10 @@ def test_text_output_holds_the_answer_and_its_uncertainty(model):
     for method in ("SAUQ", "Perplexity"):
         (line,) = [line for line in lines if line.startswith("uncertainty") and f" {method} " in line]
         assert float(line.split()[-1]) == pytest.approx(score.uncertainty[method], abs=6e-4)
-    for word in score.text.split():
-        assert any(word in line for line in lines[-5:]) or word in result.stdout
+    rows = [line.split() for line in lines if line.split()[:1] and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    for row, token in zip(rows, score.tokens["token"], strict=True):
+        assert (token.strip() or repr(token)[1:-1]) in row
     assert "\x1b" not in result.stdout  # no colours in a pipe
     assert "Traceback" not in result.output
 

@@ -1,5 +1,7 @@
 """HookedTransformer (transformer-lens 3.9) and hooked modules of one's own."""
 
+# ruff: noqa: PT012, PT031
+
 import importlib.util
 
 import pytest
@@ -28,11 +30,28 @@ def model(request):
         "standard": {},
         "rotary": {"positional_embedding_type": "rotary", "rotary_dim": 8},
         "grouped": {"positional_embedding_type": "rotary", "rotary_dim": 8, "n_key_value_heads": 2},
-        "local": {"positional_embedding_type": "rotary", "rotary_dim": 8, "use_local_attn": True, "window_size": 5, "attn_types": ["global", "local", "global"]},
+        "local": {
+            "positional_embedding_type": "rotary",
+            "rotary_dim": 8,
+            "use_local_attn": True,
+            "window_size": 5,
+            "attn_types": ["global", "local", "global"],
+        },
     }[request.param]
     config = HookedTransformerConfig(
-        n_layers=N_LAYERS, d_model=32, d_head=8, n_heads=4, d_mlp=48, n_ctx=64, d_vocab=97, act_fn="gelu",
-        init_weights=True, seed=3, initializer_range=0.3, device="cpu", **changes,
+        n_layers=N_LAYERS,
+        d_model=32,
+        d_head=8,
+        n_heads=4,
+        d_mlp=48,
+        n_ctx=64,
+        d_vocab=97,
+        act_fn="gelu",
+        init_weights=True,
+        seed=3,
+        initializer_range=0.3,
+        device="cpu",
+        **changes,
     )
     return HookedTransformer(config).eval()
 

@@ -96,21 +96,29 @@ def dropped():
 
 
 def traces_on(model) -> dict[str, object]:
-    """Everything a probe might leave on a model."""
-    modules = dict(model.named_modules())
-    original = getattr(model, "original_model", None)
-    if original is not None:
-        modules |= {f"original.{name}": module for name, module in original.named_modules()}
+    """Everything a probe might leave on a model. What the bridge itself leaves elsewhere is none of our business."""
+    roots = {"root": model, "original": getattr(model, "original_model", model), **model.hook_dict}
+    everywhere = [
+        function
+        for module in {*model.modules(), *roots["original"].modules()}
+        for function in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
     return {
         "hooks": {
             name: [[id(entry.hook) for entry in point.fwd_hooks], len(point.bwd_hooks)]
             for name, point in model.hook_dict.items()
         },
         "handles": {
-            name: (list(module._forward_hooks), list(module._forward_pre_hooks)) for name, module in modules.items()
+            name: (list(module._forward_hooks), list(module._forward_pre_hooks)) for name, module in roots.items()
         },
-        "attributes": sorted(vars(model)),
+        "ours": [function for function in everywhere if function.__module__.startswith("attnprobe")],
+        "shadows": [name for name in vars(model) if "generate" in name],
     }
+
+
+def scrap(name: str = "llama") -> None:
+    """Forget the shared bridge: a failed test has left something on it, and the next ones should not fail for that."""
+    _bridges.pop(name, None)
 
 
 def fake_tokenizer(**ids):

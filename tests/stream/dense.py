@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -52,7 +53,7 @@ class Attention:
 
     def chunks(self, cuts: list[int]) -> list[ap.Rows]:
         edges = sorted({0, self.n, *(min(cut, self.n) for cut in cuts)})
-        return [self.rows(low, high) for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        return [self.rows(low, high) for low, high in itertools.pairwise(edges)]
 
     def prefix(self, n: int) -> Attention:
         return Attention(self.pattern[..., :n, :n], self.v[:, :n], self.tokens[:, :n], self.fields)
@@ -63,8 +64,16 @@ class Attention:
 
 
 def random_attention(
-    n: int, seed: int = 0, *, batch: int = 2, heads: int = 2, kv_heads: int = 1, d: int = 3, scale: float = 2.0,
-    causal: bool = True, dtype: torch.dtype = torch.float64,
+    n: int,
+    seed: int = 0,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
+    d: int = 3,
+    scale: float = 2.0,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float64,
 ) -> Attention:
     generator = torch.Generator().manual_seed(seed)
     scores = scale * torch.randn(batch, heads, n, n, generator=generator, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """However rows come in, the numbers are those of the whole pattern."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -217,9 +219,7 @@ def ragged_rows(attention, lengths, slots, low, high):
     v = torch.where(real[..., None, None], attention.v[index, chosen.clamp_min(0)], torch.nan)
     there = torch.arange(width) <= position[:, :high].amax(1, keepdim=True)
     tokens = torch.where(there, attention.tokens[:, :width], -1)
-    return ap.Rows(
-        pattern=pattern, position=chosen, first=low, z=z, v=v, key_position=chosen, tokens=tokens
-    )
+    return ap.Rows(pattern=pattern, position=chosen, first=low, z=z, v=v, key_position=chosen, tokens=tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,7 +234,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(name, data):
     attention = random_attention(max(lengths), data.draw(st.integers(0, 99)), batch=len(lengths))
     cuts = sorted({0, n_slots, *data.draw(st.lists(st.integers(0, n_slots), max_size=4))})
     kind, definition = ANALYZERS[name]
-    edges = zip(cuts[:-1], cuts[1:], strict=True)
+    edges = itertools.pairwise(cuts)
     found = feed(kind(), [ragged_rows(attention, lengths, slots, *edge) for edge in edges])
     for i, length in enumerate(lengths):
         one = {key: value[i : i + 1] for key, value in found.items()}

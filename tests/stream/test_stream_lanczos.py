@@ -35,7 +35,7 @@ def test_random_causal_maps(n, seed, scale):
     s, known = intrinsic(a)
     assert float(eigenvalue_beside(s, known)) == pytest.approx(dense(s, known), rel=1e-9, abs=1e-10)
     single = float(eigenvalue_beside(s.float(), known.float()))
-    assert single == pytest.approx(dense(s, known), rel=2e-5, abs=2e-6)
+    assert single == pytest.approx(dense(s, known), rel=5e-5, abs=5e-6)  # clusters below 1
 
 
 @settings(max_examples=20, deadline=None)
@@ -70,10 +70,18 @@ def test_uniform_causal_attention(n):
     assert float(eigenvalue_beside(s, known)) == pytest.approx(dense(s, known), rel=1e-9)
 
 
-@pytest.mark.parametrize("values", [
-    [1.0] * 40, [1.0, 1.0, 0.5] * 14, [1.0, 0.3] + [0.3] * 50, [1.0] + [0.0] * 50, [1.0, 1e-9] + [0.0] * 30,
-    [1.0, 0.5, 0.5 - 1e-7] + [0.1] * 60, [1.0, *torch.linspace(0.99, 0.98, 220).tolist()],
-])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0] * 40,
+        [1.0, 1.0, 0.5] * 14,
+        [1.0, 0.3] + [0.3] * 50,
+        [1.0] + [0.0] * 50,
+        [1.0, 1e-9] + [0.0] * 30,
+        [1.0, 0.5, 0.5 - 1e-7] + [0.1] * 60,
+        [1.0, *torch.linspace(0.99, 0.98, 220).tolist()],
+    ],
+)
 def test_degenerate_and_flat_spectra(values):
     n = len(values)
     generator = torch.Generator().manual_seed(3)

@@ -1,5 +1,7 @@
 """Rows and the statistics they feed, one by one; sharing, growth and precision."""
 
+import itertools
+
 import pytest
 import torch
 from stream.dense import ANALYZERS, Attention, assert_same, feed, functional, random_attention
@@ -145,9 +147,7 @@ def test_value_norms_map_query_heads_to_the_heads_they_read():
     part.fields = {"kv_head": torch.tensor([0, 1, 2])}
     chosen = ValueNorms()
     for low, high in ((0, 3), (3, 7)):
-        rows = ap.Rows.from_pattern(
-            part.pattern[..., low:high, :high], start=low, v=part.v[:, low:high], **part.fields
-        )
+        rows = ap.Rows.from_pattern(part.pattern[..., low:high, :high], start=low, v=part.v[:, low:high], **part.fields)
         chosen.update(rows)
     torch.testing.assert_close(chosen.by_head(7), norms[:, [0, 1, 2]])
 
@@ -159,9 +159,7 @@ def test_watched_heads_with_shared_values_have_the_right_split():
     split = ap.MeanRoutingSplit()
     rows = attention.rows(0, 9)
     split.update(
-        ap.Rows.from_pattern(
-            rows.pattern[:, heads], z=rows.z[:, :, heads], v=rows.v, kv_head=torch.tensor([0, 1, 1])
-        )
+        ap.Rows.from_pattern(rows.pattern[:, heads], z=rows.z[:, :, heads], v=rows.v, kv_head=torch.tensor([0, 1, 1]))
     )
     found = split.compute()
     torch.testing.assert_close(found["value_energy"], whole.value_energy[:, heads], rtol=1e-10, atol=1e-10)
@@ -262,9 +260,7 @@ def cross_rows():
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [ap.TransportCapacity, ap.Asymmetry, ap.SelfAttention, ap.PreviousTokenAttention]
-)
+@pytest.mark.parametrize("kind", [ap.TransportCapacity, ap.Asymmetry, ap.SelfAttention, ap.PreviousTokenAttention])
 def test_cross_attention_is_refused_where_queries_must_be_keys(kind):
     with pytest.raises(ValueError, match="cross-attention"):
         kind().update(cross_rows())
@@ -274,7 +270,7 @@ def test_cross_attention_is_refused_where_queries_must_be_keys(kind):
 def test_cross_attention_is_measured_where_it_can_be(cuts):
     rows = cross_rows()
     tdo, split, bound = ap.IntrinsicTDO(), ap.MeanRoutingSplit(), ap.SpectralEntropyBound()
-    for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+    for low, high in itertools.pairwise(cuts):
         part = rows[low:high]
         for analyzer in (tdo, split, bound):
             analyzer.update(part)
@@ -402,9 +398,7 @@ def test_a_custom_analyzer_streams_merges_resets_and_traces(kind, definition, cu
     assert "received" not in trace  # a vector a step is not a trace
     for t in range(1, 15):
         expected = definition(attention.prefix(t))
-        assert_same(
-            {name: value[..., t - 1] for name, value in trace.items()}, {n: expected[n] for n in trace}, 1e-12
-        )
+        assert_same({name: value[..., t - 1] for name, value in trace.items()}, {n: expected[n] for n in trace}, 1e-12)
     first, second = kind(), kind()
     first.update(attention.rows(0, 6))
     second.update(attention.rows(6, 14))

@@ -1,5 +1,7 @@
 """The Token Difference Operator in every measure and scope, against dense definitions."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,17 +165,17 @@ def test_a_bidirectional_pattern():
             ratio = found[f"participation_ratio{suffix(measure)}"][i, 0].item()
             assert ratio == pytest.approx(dense_ratio(s, 30), rel=1e-10)
             assert found[f"lambda2{suffix(measure)}"][i, 0].item() == pytest.approx(dense_second(s), rel=1e-9)
-    with pytest.raises(ValueError, match="positional measure .* not causal"):
+    with pytest.raises(ValueError, match=r"positional measure .* not causal"):
         tdo("positional").update(attention.rows(0, 30))
 
 
 def test_wrong_settings():
-    with pytest.raises(ValueError, match="unknown measure 'zip'.*intrinsic"):
+    with pytest.raises(ValueError, match=r"unknown measure 'zip'.*intrinsic"):
         ap.TDO("zip")
-    with pytest.raises(ValueError, match="unknown scope 'all'.*generation"):
+    with pytest.raises(ValueError, match=r"unknown scope 'all'.*generation"):
         ap.IntrinsicTDO(scope="all")
     rows = ap.Rows.from_pattern(torch.eye(3)[None, None])
-    with pytest.raises(ValueError, match="zipf.* token ids"):
+    with pytest.raises(ValueError, match=r"zipf.* token ids"):
         ap.TDO("zipf").update(rows)
     with pytest.raises(ValueError, match="unembedding"):
         ap.TDO("unembedding").update(random_attention(3).rows(0, 3))
@@ -280,7 +282,7 @@ def with_sink(n, seed=0):
 
 def sink_rows(attention, sink, cuts):
     edges = sorted({0, attention.n, *cuts})
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
+    for low, high in itertools.pairwise(edges):
         attention.fields = {"sink": sink[..., low:high]}
         yield attention.rows(low, high)
 
@@ -320,9 +322,7 @@ def test_the_trace_with_a_sink():
         torch.testing.assert_close(ratios["participation_ratio"][..., t - 1], expected, rtol=1e-10, atol=1e-10)
         expected = functional.routing_split(prefix.pattern, prefix.v_by_head, rows="sink")
         for name in ("value_energy", "routed_fraction"):
-            torch.testing.assert_close(
-                routed[name][..., t - 1], getattr(expected, name), rtol=1e-9, atol=1e-10
-            )
+            torch.testing.assert_close(routed[name][..., t - 1], getattr(expected, name), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", [ap.TransportCapacity, ap.Asymmetry])
