@@ -241,8 +241,11 @@ class Probe:
     def on_generate_end(self, output: Any) -> None:
         """A `generate` is over (called by the host)."""
         self._generation = None
-        if self._call is not None:
-            self._abandon(quiet=True)  # the exception is on its way to the caller
+        if self._call is not None:  # it raised, and the exception is on its way to the caller
+            self._call = None
+            if self._generation_started:
+                self._forget_current()
+            return
         sequences = getattr(output, "sequences", output[0] if isinstance(output, tuple) and output else output)
         decoder = self._sides.get("decoder")
         if not self.logits or decoder is None or not isinstance(sequences, Tensor) or sequences.ndim != 2:
