@@ -128,7 +128,9 @@ class Sequences:
         """Whether a generate without a cache has given its last token before this forward."""
         if generation.max_forwards is not None and self._forwards >= generation.max_forwards:
             return True
-        return stream.tokens is not None and bool((stream.tokens[:, -1].cpu() == torch.tensor(generation.stop_tokens)).any())
+        return stream.tokens is not None and bool(
+            (stream.tokens[:, -1].cpu() == torch.tensor(generation.stop_tokens)).any()
+        )
 
     def _check_cache(self, stream: Stream, n_query: int, n_key: int, total: int) -> None:
         if n_query == n_key == 1 < total:

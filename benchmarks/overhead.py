@@ -2,19 +2,23 @@
 
     python benchmarks/overhead.py --prompt 512 --new-tokens 32 --repeats 5
 
-Variants run interleaved in one process and one thread; the table gives the median of each, its spread, and the ratio
-to the bare host of the same round. Peak memory is that of a fresh process a variant.
+Variants run interleaved in one process and one thread, in another order every round; the table gives the median of
+each and the ratio to the bare host of the same round. Time is that of the processor, which on one thread is wall time
+without what other processes took. Peak memory is what a fresh process has at its peak while the variant runs, the loaded
+model included.
 """
 
 from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -103,16 +107,29 @@ def prompt_ids(model: Any, length: int) -> torch.Tensor:
 def peak_memory(variant: str, prompt: int, new_tokens: int) -> float:
     """Peak resident memory in MB of a fresh process that runs one variant once."""
     code = (
-        "import sys, resource, torch; torch.set_num_threads(1); sys.path.insert(0, 'benchmarks')\n"
+        "import sys, torch; torch.set_num_threads(1); sys.path.insert(0, 'benchmarks')\n"
         "import attnprobe as ap, overhead\n"
         "model = ap.load_model()\n"
-        f"run = overhead.variants(model, overhead.prompt_ids(model, {prompt}), {new_tokens})[{variant!r}]\n"
+        f"ids = overhead.prompt_ids(model, {prompt})\n"
+        f"run = overhead.variants(model, ids, {new_tokens})[{variant!r}]\n"
+        "with torch.no_grad(): model.generate(ids[:, :8], max_new_tokens=1, verbose=False)\n"
+        "overhead.forget_peak()\n"
         "with torch.no_grad(): run()\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(overhead.peak_mb())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    unit = 1024 if platform.system() == "Linux" else 1024 * 1024
-    return int(done.stdout.split()[-1]) / unit
+    return float(done.stdout.split()[-1])
+
+
+def forget_peak() -> None:
+    """Start the peak of this process anew: loading a model takes more than running it (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_mb() -> float:
+    """Peak resident memory of this process in MB (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) / 1000
 
 
 def main(
@@ -132,11 +149,12 @@ def main(
     times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
         runs["bare"]()  # warm up
-        for _ in range(repeats):
-            for name, run in runs.items():
-                start = time.perf_counter()
-                run()
-                times[name].append(time.perf_counter() - start)
+        for repeat in range(repeats):
+            names = list(runs)
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                start = time.process_time()
+                runs[name]()
+                times[name].append(time.process_time() - start)
     figures: dict[str, dict[str, float]] = {}
     for name, seconds in times.items():
         ratios = [mine / bare for mine, bare in zip(seconds, times["bare"], strict=True)]
@@ -147,7 +165,7 @@ def main(
             "ratio_min": min(ratios),
             "ratio_max": max(ratios),
         }
-        if memory:
+        if memory and platform.system() == "Linux":
             figures[name]["peak_mb"] = peak_memory(name, prompt, new_tokens)
     _print(figures, prompt, new_tokens)
     if output:

@@ -64,7 +64,7 @@ class MeanRoutingSplit(Analyzer):
         columns, outputs = self.use(Columns), self.use(OutputMoments)
         mass = columns.mass[..., 1:] if columns.sunk else columns.mass
         values = (mass * self.use(ValueNorms).by_head(mass.shape[-1])).sum(-1)
-        lambda2 = self.use(Gram).second_eigenvalue(columns) if self.bound else torch.full_like(values, torch.nan)
+        lambda2 = self.use(Gram).intrinsic_spectrum(columns)[1] if self.bound else torch.full_like(values, torch.nan)
         routed = outputs.covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
         # mu sums to 1 exactly, also where the host's rows do so only to half precision
         total = columns.mass.sum(-1)

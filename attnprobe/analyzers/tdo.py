@@ -90,19 +90,22 @@ class TDO(Analyzer):
             self.use(Tokens, self.scope).update(scoped)
 
     def compute(self) -> dict[str, Tensor]:
-        columns, gram = self._columns, self._gram.matrix
+        columns, gram = self._columns, self._gram
         mass = columns.mass
         if mass.shape[-1] == 0:
             nan = mass.new_full(mass.shape[:-1], torch.nan)
             return {self.ratio_name: nan} | ({self.lambda2_name: nan} if self.lambda2 else {})
-        count = columns.count[:, None, None]
-        weights = prefix_key_weights(mass.unsqueeze(-2), count, self._measure())
-        trace = (columns.energy * weights.squeeze(-2)).sum(-1)
-        square = gram.weighted_square(weights).squeeze(-1)
-        ratio = safe_divide(trace.square(), count.squeeze(-1) * square)
-        result = {self.ratio_name: ratio}
+        count = columns.count[:, None]
+        weights = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure()).squeeze(-2)
+        if self.lambda2 and self._known_first_pair:
+            square, second = gram.intrinsic_spectrum(columns)
+        else:
+            square = gram.matrix.weighted_square(weights.unsqueeze(-2)).squeeze(-1)
+            second = self._second_eigenvalue(weights) if self.lambda2 else square
+        trace = (columns.energy * weights).sum(-1)
+        result = {self.ratio_name: safe_divide(trace.square(), count * square)}
         if self.lambda2:
-            result[self.lambda2_name] = self._second_eigenvalue()
+            result[self.lambda2_name] = second
         seen = columns.count[:, None] > 0  # a generation block without rows has no number
         return {name: torch.where(seen, value, torch.nan) for name, value in result.items()}
 
@@ -168,19 +171,19 @@ class TDO(Analyzer):
             mu = torch.cat([1 / present.sum(-1, keepdim=True).clamp_min(1).to(mu), mu], -1)
         return mu.unsqueeze(1)
 
-    def _second_eigenvalue(self) -> Float[Tensor, "batch head"]:
-        columns, gram = self._columns, self._gram
-        if self.measure == "intrinsic" and self.scope != "generation-raw":
-            return gram.second_eigenvalue(columns)
-        # no eigenpair is known beforehand: the whole spectrum
-        mass, count = columns.mass, columns.count[:, None]
-        if mass.shape[-1] == 1:
-            return torch.zeros_like(mass[..., 0])
-        root = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure()).squeeze(-2).sqrt()
-        matrix = gram.matrix.dense() * root.unsqueeze(-1) * root.unsqueeze(-2)
-        second = torch.linalg.eigvalsh(matrix)[..., -2]
+    @property
+    def _known_first_pair(self) -> bool:
+        """lambda_1 = 1 with the constant function: for the intrinsic measure of rows that are distributions."""
+        return self.measure == "intrinsic" and self.scope != "generation-raw"
+
+    def _second_eigenvalue(self, weights: Float[Tensor, "batch head key"]) -> Float[Tensor, "batch head"]:
+        """From the whole spectrum, where no eigenpair is known beforehand."""
+        if weights.shape[-1] == 1:
+            return torch.zeros_like(weights[..., 0])
+        matrix = self._gram.matrix.dense(weights.expand(self._columns.mass.shape).sqrt())
+        second = torch.linalg.eigvalsh(matrix)[..., -2].clamp_min(0.0)
         # pi = 1/n is in the intrinsic and positional weights already, and 1 under the counting measure
-        return (second / count if self._by_token else second).clamp_min(0.0)
+        return second / self._columns.count[:, None] if self._by_token else second
 
 
 class IntrinsicTDO(TDO):

@@ -76,16 +76,17 @@ class BlockGram:
         for index, theirs in enumerate(other._blocks):
             self._blocks[index][..., : theirs.shape[-1]] += theirs
 
-    def dense(self) -> Float[Tensor, "*batch key key"]:
-        """The full symmetric matrix [..., key, key]."""
+    def dense(self, scale: Float[Tensor, "*batch key"] | None = None) -> Float[Tensor, "*batch key key"]:
+        """The full symmetric matrix [..., key, key], with rows and columns multiplied by `scale` if it is given."""
         if self._leading is None:
             raise ValueError("the Gram matrix has seen no rows: update it before reading it.")
-        full = self._blocks[0].new_zeros((self._blocks[0].shape[0], self.size, self.size))
-        for index, block in enumerate(self._blocks):
-            low = index * BLOCK
-            high = min(low + BLOCK, self.size)
-            full[:, low:high, :high] = block[:, : high - low, :high]
-            full[:, :low, low:high] = block[:, : high - low, :low].mT
+        full = self._blocks[0].new_empty((self._blocks[0].shape[0], self.size, self.size))
+        factor = None if scale is None else scale.reshape(-1, self.size)
+        for low, high, block in self._known(self.size):
+            if factor is not None:
+                block = block * factor[:, low:high, None] * factor[:, None, :high]
+            full[:, low:high, :high] = block
+            full[:, :low, low:high] = block[..., :low].mT
         return full.reshape(*self._leading, self.size, self.size)
 
     def weighted_square(self, weights: Float[Tensor, "*batch row key"]) -> Float[Tensor, "*batch row"]:

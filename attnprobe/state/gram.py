@@ -23,27 +23,25 @@ class Gram(Statistic):
     def __init__(self) -> None:
         super().__init__()
         self.matrix = BlockGram()
-        self._lambda2: Tensor | None = None
+        self._spectrum: tuple[Tensor, Tensor] | None = None
 
-    def second_eigenvalue(self, columns: Columns) -> Float[Tensor, "batch head"]:
-        """lambda_2 of the intrinsic TDO, computed once however many analyzers ask.
+    def intrinsic_spectrum(self, columns: Columns) -> tuple[Float[Tensor, "batch head"], Float[Tensor, "batch head"]]:
+        """||S||_F^2 and lambda_2 of the intrinsic TDO, computed once however many analyzers ask.
 
         The first eigenpair of S is known (1, with eigenvector sqrt(c)), so it is left out of the iteration.
         """
-        if self._lambda2 is None:
+        if self._spectrum is None:
             mass = columns.mass
-            inside = mass >= torch.finfo(mass.dtype).tiny
-            root = torch.where(inside, mass.clamp_min(torch.finfo(mass.dtype).tiny).rsqrt(), 0.0)
-            matrix = self.matrix.dense()
-            matrix *= root.unsqueeze(-1)
-            matrix *= root.unsqueeze(-2)
+            tiny = torch.finfo(mass.dtype).tiny
+            inside = mass >= tiny
+            matrix = self.matrix.dense(torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0))
             known = torch.where(inside, mass, 0.0).sqrt()
-            known = known / known.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
-            self._lambda2 = eigenvalue_beside(matrix, known)
-        return self._lambda2
+            known = known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
+            self._spectrum = matrix.square().sum((-2, -1)), eigenvalue_beside(matrix, known)
+        return self._spectrum
 
     def _update(self, rows: Rows) -> None:
-        self._lambda2 = None
+        self._spectrum = None
         start = None
         if rows.causal:
             start = rows.first + (rows.sink is not None)
@@ -51,5 +49,5 @@ class Gram(Statistic):
 
     def _merge(self, other: Statistic) -> None:
         assert isinstance(other, Gram)
-        self._lambda2 = None
+        self._spectrum = None
         self.matrix.merge_(other.matrix)

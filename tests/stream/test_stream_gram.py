@@ -129,6 +129,6 @@ def test_the_second_eigenvalue_is_computed_once_and_forgotten_when_rows_come(mon
     for rows in attention.chunks([9]):
         gram.update(rows)
         columns.update(rows)
-        first = gram.second_eigenvalue(columns)
-        assert gram.second_eigenvalue(columns) is first
+        first = gram.intrinsic_spectrum(columns)
+        assert gram.intrinsic_spectrum(columns) is first
     assert len(calls) == 2
