@@ -4,8 +4,8 @@
 
 Variants run interleaved in one process and one thread, in another order every round; the table gives the median of
 each and the ratio to the bare host of the same round. Time is that of the processor, which on one thread is wall time
-without what other processes took. Peak memory is what a fresh process has at its peak while the variant runs, the loaded
-model included.
+without what other processes took. Peak memory is what a fresh process has at its peak while the variant runs, the
+loaded model included.
 """
 
 from __future__ import annotations
