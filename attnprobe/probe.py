@@ -16,7 +16,7 @@ from attnprobe.functional.measures import leverage_scores
 from attnprobe.hosts import Call, Generation, Host, Site, host_of
 from attnprobe.results import Batch, dataset_of
 from attnprobe.row_policy import check_policy
-from attnprobe.sequences import Plan, Sequences
+from attnprobe.sequences import Plan, Sequences, check_past
 from attnprobe.stream import SiteStream
 from attnprobe.token_trace import TokenTrace
 
@@ -283,12 +283,11 @@ class Probe:
         if n_key is None:
             n_key = n_query + (stream.past or 0)
         sequences = self._sides.get(side)
-        goes_on = sequences is not None and sequences.batch == pattern.shape[0]
-        if goes_on and sequences is not None:
-            goes_on = sequences.continues(stream, n_query, n_key, generation)
-        elif stream.past:
-            Sequences(pattern.shape[0], pattern.device, None, None).continues(stream, n_query, n_key, None)
-        if not goes_on or sequences is None:
+        if sequences is not None and sequences.batch != pattern.shape[0]:
+            sequences = None
+        if sequences is None:
+            check_past(stream.past or 0, 0)
+        if sequences is None or not sequences.continues(stream, n_query, n_key, generation):
             if not self._plans:
                 self._finish()
             host = self._host

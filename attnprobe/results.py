@@ -67,7 +67,7 @@ class Batch:
             rows = tokens[0].cpu().numpy()
             for name, value in zip(_TOKEN_VARIABLES, tokens[1:], strict=True):
                 per_token[name] = _by_step(_numpy(value)[:, None, None], rows, prompt)[:, 0, 0]
-        length = sequences.length().cpu().numpy() if sequences.padded else np.full(sequences.batch, sequences.seen)
+        length = sequences.length().cpu().numpy()
         return cls(call, tuple(sites), final, trace, per_token, length, prompt)
 
 

@@ -85,9 +85,10 @@ class Sequences:
             return Plan(False, skip, start, 0, None)
         if start and not skip:
             self.cached = True
-        self._check_cache(stream, n_query, n_key, start + new)
-        regenerate = n_query - skip > 1 and self.generated and self._fixed_prompt is None
-        self._append(stream, new, generation if start else None)
+        if n_query == n_key == 1 < start + new:
+            raise ValueError(_EMPTY_CACHE)
+        regenerate = new > 1 and self.generated and self._fixed_prompt is None
+        self._append(stream, new, generation)
         trace_from = self._place_prompt(start, new)
         return Plan(start == 0, skip, start, new, trace_from, regenerate)
 
@@ -107,11 +108,7 @@ class Sequences:
             if starved:
                 raise ValueError(_EMPTY_CACHE)
             return False
-        if past != self.seen:
-            raise ValueError(
-                f"the model's cache holds {past} tokens and the probe has seen {self.seen} of them: attach the "
-                "probe before the prompt is read, and do not crop the cache under it."
-            )
+        check_past(past, self.seen)
         return True
 
     def _skip(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> int:
@@ -132,14 +129,11 @@ class Sequences:
             (stream.tokens[:, -1].cpu() == torch.tensor(generation.stop_tokens)).any()
         )
 
-    def _check_cache(self, stream: Stream, n_query: int, n_key: int, total: int) -> None:
-        if n_query == n_key == 1 < total:
-            raise ValueError(_EMPTY_CACHE)
-
     def _append(self, stream: Stream, new: int, generation: Generation | None) -> None:
         real = self._real_slots(stream, new)
         tokens = None if stream.tokens is None else stream.tokens[:, -new:].to(self.device)
-        if tokens is not None and generation is not None and generation.stop_tokens and self.batch > 1:
+        # (the first forward of a generate comes without `generation`: a prompt may hold stop tokens)
+        if new == 1 and tokens is not None and generation is not None and generation.stop_tokens and self.batch > 1:
             stop = torch.tensor(generation.stop_tokens, device=self.device)
             alive = ~torch.isin(tokens[:, -1], stop)
             self._alive = alive if self._alive is None else self._alive & alive
@@ -152,10 +146,9 @@ class Sequences:
             self.tokens = tokens if self.tokens is None else torch.cat([self.tokens, tokens], 1)
         self.seen += new
         if new > 1 and self.padded:
-            longest = int(self._real.sum(1).max())
-            if longest == 0 or not bool(real.any()):
+            self.width = int(self._real.sum(1).max())
+            if self.width == 0:
                 raise ValueError("the attention mask leaves no token at all: check that 1 marks real tokens.")
-            self.width = longest
         else:
             self.width += new
 
@@ -175,11 +168,11 @@ class Sequences:
                 f"an attention mask of shape {tuple(mask.shape)} does not say which tokens are padding: pass a "
                 "[batch, tokens] mask of 0 and 1."
             )
-        real = mask[:, -new:].to(self.device) > 0
+        real = mask[:, self.seen : self.seen + new].to(self.device) > 0
         if real.shape != (self.batch, new):
             raise ValueError(
-                f"the attention mask has shape {tuple(mask.shape)}, too short for {self.batch} sequences of "
-                f"{new} new tokens."
+                f"the attention mask has shape {tuple(mask.shape)}, and {self.batch} sequences of {self.seen} past and "
+                f"{new} new tokens need one that covers them all."
             )
         # one look at a small tensor: free on the CPU, and on an accelerator taken only where a prompt is read
         if new > 1 or self.device.type == "cpu":
@@ -235,8 +228,18 @@ class Sequences:
         return order, real.gather(1, order)
 
     def length(self) -> Int[Tensor, "batch"]:
-        """Real tokens of each sequence."""
-        return self._real.sum(1)
+        """Real tokens of each sequence.
+
+        Raises:
+            ValueError: a sequence has none. (The first chunk of a padded prompt may have none; the whole may not.)
+        """
+        length = self._real.sum(1)
+        if not bool(length.all()):
+            raise ValueError(
+                f"the attention mask leaves sequence {int(length.argmin())} of the batch without a token: drop it, and "
+                "check that 1 marks real tokens."
+            )
+        return length
 
     def tokens_by_position(self, slots: int) -> Int[Tensor, "batch key"] | None:
         """Token ids by position, -1 where there is none."""
@@ -247,6 +250,19 @@ class Sequences:
             return tokens
         order, real = self.key_order(slots)
         return torch.where(real, tokens.gather(1, order), -1)
+
+
+def check_past(past: int, seen: int) -> None:
+    """Refuse a forward on a cache that holds other tokens than were seen.
+
+    Raises:
+        ValueError: it does.
+    """
+    if past != seen:
+        raise ValueError(
+            f"the model's cache holds {past} tokens and the probe has seen {seen} of them: attach the probe before the "
+            "prompt is read, keep the batch as it is, and do not crop the cache under it."
+        )
 
 
 _EMPTY_CACHE = (

@@ -27,8 +27,8 @@ def eigenvalue_beside(matrix: Float[Tensor, "*batch n n"], known: Float[Tensor, 
     residual ||R|| of the first k Ritz pairs: ||R||^2 over the distance to the (k+1)-th value, for any k (the quadratic
     residual bound; k = 1 is that of Kato and Temple). It holds unless an eigenvalue not yet seen hides in the cluster,
     and then the residual itself bounds the error. The iteration ends where the best of the quadratic bounds is below
-    1e-5 (float32; 1e-11 in float64) of the value and the residual below 3e-4 (1e-9). On the heads of a real model the error was below 1e-6.
-    Spectra too flat for that in 44 steps are solved densely.
+    1e-5 (float32; 1e-11 in float64) of the value and the residual below 3e-4 (1e-9).
+    On the heads of a real model the error was below 1e-6. Spectra too flat for that in 44 steps are solved densely.
 
     Args:
         matrix: [..., n, n] symmetric, non-negative spectrum.

@@ -459,3 +459,13 @@ def test_dropping_is_said(model):
         with dropped():
             model(a[None])
     assert watched.results().length.values.tolist() == [6]
+
+
+def test_a_sequence_of_padding_alone_is_named(model):
+    tokens = torch.randint(3, 97, (2, 5))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
+    probe = ap.Probe([ap.TransportCapacity()])
+    with probe.attach(model):
+        model(tokens, attention_mask=mask)
+    with pytest.raises(ValueError, match="sequence 1 of the batch without a token"):
+        probe.results()
