@@ -122,7 +122,7 @@ def score(
 @app.command()
 def models() -> None:
     """Show which models are cached, where, and how much room they take."""
-    from attnprobe.models import cache_dir, cached_models
+    from attnprobe.embedded import cache_dir, cached_models
 
     with _plain_errors(debug=False):
         # No line is cut in a pipe, where a folder has to stay in one piece.

@@ -19,7 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from attnprobe.models import CachedModel
+    from attnprobe.embedded import CachedModel
 
 # Cividis, which reads the same with and without colour blindness: dark blue is doubt, yellow is confidence.
 _RAMP = ("#00204d", "#31446b", "#666970", "#958f78", "#cbba69", "#ffea46")
