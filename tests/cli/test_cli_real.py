@@ -140,7 +140,7 @@ def test_a_mistake_is_one_sentence_and_exit_status_2(arguments, said):
 
 
 def test_models_shows_the_embedded_model_and_where_it_is():
-    from attnprobe.models import EMBEDDED_MODEL, cache_dir
+    from attnprobe.embedded import EMBEDDED_MODEL, cache_dir
 
     result = run("models")
     assert result.exit_code == 0, result.output
