@@ -100,7 +100,12 @@ def ensure_embedded(source: Source) -> Path:
     final = root / source.name
     if _is_complete(final, source):
         return final
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot make the cache folder {root} ({error.strerror}): set ATTNPROBE_CACHE to another."
+        ) from error
     lock = filelock.FileLock(root / ".lock")
     with _waiting(lock, root):
         # Another process may have finished it while this one waited.

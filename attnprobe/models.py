@@ -41,7 +41,7 @@ def load_model(
     device_map: Any = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load a language model, ready for `attnprobe.Probe` and `attnprobe.score`.
+    """Load a language model; as a TransformerBridge (the default host) it is ready for `Probe` and `score`.
 
     Args:
         name: None or "SmolLM2-135M-Instruct" for the embedded default; a local directory; a hub name; a

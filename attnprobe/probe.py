@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,9 +51,10 @@ class Probe:
             missing mass to a key that is not a token (models whose softmax has a sink, such as GPT-OSS).
         logits: also keep the log-probability and entropy of the tokens, for uncertainty scores.
 
-    Every call of the model starts new sequences; one `generate`, or a forward that goes on from a cache, continues
-    them. Prompts in several cached chunks are one prompt. A batch may be padded on either side, with its attention
-    mask; padding is not part of a sequence, and every sequence gets the numbers it gets alone.
+    A probe follows one model in one thread. Every call of the model starts new sequences; one `generate`, or a forward
+    that goes on from a cache, continues them. Prompts in several cached chunks are one prompt. A batch may be padded on
+    either side, with its attention mask; padding is not part of a sequence, and every sequence gets the numbers it gets
+    alone.
 
     Raises:
         ValueError, TypeError: a wrong argument, in one sentence.
@@ -76,6 +78,8 @@ class Probe:
         self.analyzers = _check_analyzers(analyzers)
         self.layers = _check_layers(layers)
         self.heads = _check_heads(heads)
+        if not isinstance(pattern, str) and not callable(pattern):
+            raise TypeError(f"pattern={pattern!r}: give a glob such as {DEFAULT_PATTERN!r}, or a predicate on names.")
         self.pattern = pattern
         self.rows = check_policy(rows)
         self.logits = logits
@@ -121,6 +125,8 @@ class Probe:
             raise ValueError("this probe is attached to another model: detach it first, or make a second probe.")
         if self._host is None:
             self._attach(host_of(model), prompt_lengths)
+        elif prompt_lengths is not None and _check_prompt_lengths(prompt_lengths) != self._prompt_lengths:
+            raise ValueError("the probe is attached already, with other prompt_lengths: detach it first.")
         self._depth += 1
         return self
 
@@ -154,6 +160,13 @@ class Probe:
     def _attach(self, host: Host, prompt_lengths: int | Sequence[int] | None) -> None:
         sites = self._select_layers(host.sites(self.pattern), host)
         self._finish()  # the last attachment's sequences, whose last token could be told until now
+        if self._batches and list(self._batches[0].sites) != sites:
+            raise ValueError(
+                "this probe holds results of other layers, and their labels would not fit: take results() and then "
+                "reset(), or make a second probe."
+            )
+        if self.heads is not None and host.n_heads is not None and max(self.heads) >= host.n_heads:
+            raise ValueError(f"head {max(self.heads)} was asked for and the model has heads 0 to {host.n_heads - 1}.")
         self._sites = sites
         self._prompt_lengths = _check_prompt_lengths(prompt_lengths)
         if any(getattr(analyzer, "measure", None) == "unembedding" for analyzer in self.analyzers):
@@ -220,7 +233,7 @@ class Probe:
             with torch.inference_mode():
                 self._tokens.update(logits.detach(), plan, self._sides["decoder"])
 
-    def on_call_end(self) -> None:
+    def on_call_end(self, cache: Any = None) -> None:
         """The forward went through (called by the host)."""
         silent = [site.name for site in self._sites if site not in self._done]
         if silent:
@@ -231,6 +244,8 @@ class Probe:
                 f"{silent[0]} (missing: {missing}): the hooks exist and did not fire. Attention computed by sdpa fires "
                 "no pattern hook (use eager attention), and a forward that stops early never reaches later layers."
             )
+        if "decoder" in self._plans:
+            self._sides["decoder"].remember(cache)
         self._call = None
 
     def on_generate(self, generation: Generation) -> None:
@@ -298,6 +313,8 @@ class Probe:
                 None if host is None else host.pad_token,
             )
             self._sides[side] = sequences
+        if self._generation is not None and not self._generation_started:
+            sequences.expect(self._generation)
         self._generation_started = self._generation is not None
         plan = sequences.plan(stream, n_query, n_key, generation)
         self._plans[side] = plan
@@ -417,7 +434,7 @@ def _check_layers(layers: str | Sequence[int]) -> str | tuple[int, ...]:
         if layers not in ("all", "middle"):
             raise ValueError(f"layers={layers!r}: use 'all', 'middle' or a list of layer numbers.")
         return layers
-    numbers = tuple(int(layer) for layer in ([layers] if isinstance(layers, int) else layers))
+    numbers = _whole_numbers(layers, "layers")
     if not numbers or min(numbers) < 0:
         raise ValueError(f"layers={layers!r}: give at least one layer number, counted from 0.")
     return numbers
@@ -428,16 +445,27 @@ def _check_heads(heads: str | Sequence[int]) -> tuple[int, ...] | None:
         if heads != "all":
             raise ValueError(f"heads={heads!r}: use 'all' or a list of head numbers.")
         return None
-    numbers = tuple(int(head) for head in ([heads] if isinstance(heads, int) else heads))
+    numbers = _whole_numbers(heads, "heads")
     if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
         raise ValueError(f"heads={heads!r}: give different head numbers, counted from 0.")
     return numbers
 
 
+def _whole_numbers(given: Any, what: str) -> tuple[int, ...]:
+    """One whole number or several, whatever holds them."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    listed = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    numbers = tuple(listed)
+    if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers):
+        raise TypeError(f"{what}={given!r}: give whole numbers.")
+    return tuple(int(number) for number in numbers)
+
+
 def _check_prompt_lengths(lengths: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if lengths is None:
         return None
-    numbers = (lengths,) if isinstance(lengths, int) else tuple(int(length) for length in lengths)
+    numbers = _whole_numbers(lengths, "prompt_lengths")
     if not numbers or min(numbers) < 1:
         raise ValueError(f"prompt_lengths={lengths!r}: a prompt has at least one token.")
     return numbers

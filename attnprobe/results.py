@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,10 @@ class Batch:
     length: np.ndarray
     prompt_length: np.ndarray
 
+    def nothing(self, n_axes: int) -> np.ndarray:
+        """What stands for a variable that this batch has no step of."""
+        return np.zeros((len(self.length), *([0] * (n_axes - 1))), dtype=np.float32)
+
     @classmethod
     def of(
         cls,
@@ -68,6 +72,11 @@ class Batch:
             for name, value in zip(_TOKEN_VARIABLES, tokens[1:], strict=True):
                 per_token[name] = _by_step(_numpy(value)[:, None, None], rows, prompt)[:, 0, 0]
         length = sequences.length().cpu().numpy()
+        if (prompt > length).any():
+            i = int((prompt > length).argmax())
+            raise ValueError(
+                f"prompt_lengths gives sequence {i} a prompt of {prompt[i]} tokens, and it has {length[i]} in all."
+            )
         return cls(call, tuple(sites), final, trace, per_token, length, prompt)
 
 
@@ -87,19 +96,19 @@ def dataset_of(
     for analyzer in analyzers:
         descriptions.update(analyzer.variables)
     variables: dict[str, tuple[tuple[str, ...], np.ndarray, dict[str, str]]] = {}
-    for name in batches[0].final:
-        joined = _concatenate([batch.final[name] for batch in batches])
+    for name in _names(batch.final for batch in batches):
+        joined = _concatenate([batch.final.get(name, batch.nothing(4)) for batch in batches])
         dims = ("sequence", "layer", "head", "position")[: joined.ndim]
         variables[name] = (dims, joined, dict(descriptions.get(name, {})))
-    for name in batches[0].trace:
-        joined = _concatenate([batch.trace[name] for batch in batches])
+    for name in _names(batch.trace for batch in batches):
+        joined = _concatenate([batch.trace.get(name, batch.nothing(4)) for batch in batches])
         described = {
             **descriptions.get(name, {}),
             "step": "t, from 1: the prefix that chose generated token t",
         }
         variables[f"{name}_trace"] = (("sequence", "layer", "head", "step"), joined, described)
-    for name in batches[0].per_token:
-        joined = _concatenate([batch.per_token[name] for batch in batches])
+    for name in _names(batch.per_token for batch in batches):
+        joined = _concatenate([batch.per_token.get(name, batch.nothing(2)) for batch in batches])
         variables[name] = (("sequence", "step"), joined, dict(_TOKEN_VARIABLES[name]))
     steps = max((v.shape[-1] for dims, v, _ in variables.values() if "step" in dims), default=0)
     for name, (dims, value, described) in variables.items():
@@ -122,6 +131,11 @@ def dataset_of(
     if steps:
         coordinates["step"] = np.arange(1, steps + 1)
     return xr.Dataset(variables, coordinates, {**attributes, "created_by": "attnprobe"})
+
+
+def _names(values: Iterable[Mapping[str, np.ndarray]]) -> list[str]:
+    """Every name, in the order of first appearance."""
+    return list(dict.fromkeys(name for value in values for name in value))
 
 
 def _numpy(value: Tensor) -> np.ndarray:

@@ -6,7 +6,10 @@ real tokens of one sequence. Everything above this file speaks of positions only
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
@@ -57,6 +60,9 @@ class Sequences:
         self.padded = False
         self.cached = False
         self._forwards = 0
+        self._prompt_slots = 0
+        self._declared = False
+        self._cache: weakref.ref[Any] | None = None
         self.generated = False
         self.tokens: Int[Tensor, "batch slot"] | None = None
         self._real: Bool[Tensor, "batch slot"] = torch.zeros(batch, 0, dtype=torch.bool, device=device)
@@ -87,6 +93,7 @@ class Sequences:
             self.cached = True
         if n_query == n_key == 1 < start + new:
             raise ValueError(_EMPTY_CACHE)
+        self._refuse_ended(new, generation)
         regenerate = new > 1 and self.generated and self._fixed_prompt is None
         self._append(stream, new, generation)
         trace_from = self._place_prompt(start, new)
@@ -109,7 +116,22 @@ class Sequences:
                 raise ValueError(_EMPTY_CACHE)
             return False
         check_past(past, self.seen)
+        if stream.cache is not None and self._cache is not None and self._cache() is not stream.cache:
+            raise ValueError(
+                "the model's cache is not the one that the last sequences were read into, so its tokens have not been "
+                "seen here: a probe follows one conversation at a time, and a new forward without a cache begins one."
+            )
         return True
+
+    def remember(self, cache: Any) -> None:
+        """The cache these sequences are in, after a forward."""
+        with contextlib.suppress(TypeError):  # a cache made of plain tuples has no identity worth keeping
+            self._cache = None if cache is None else weakref.ref(cache)
+
+    def expect(self, generation: Generation) -> None:
+        """A `generate` begins: how wide its prompt is, and whether padding was declared."""
+        self._prompt_slots = generation.prompt_slots
+        self._declared = generation.masked
 
     def _skip(self, stream: Stream, n_query: int, n_key: int, generation: Generation | None) -> int:
         if not self.seen or generation is None or (stream.past or n_key > n_query):
@@ -129,11 +151,26 @@ class Sequences:
             (stream.tokens[:, -1].cpu() == torch.tensor(generation.stop_tokens)).any()
         )
 
+    def _refuse_ended(self, new: int, generation: Generation | None) -> None:
+        """After a `generate` in which rows of the batch stopped, what follows them in the cache is not theirs."""
+        if self._alive is not None and (new > 1 or generation is None) and not bool(self._alive.all()):
+            raise ValueError(
+                f"sequence {int(self._alive.to(torch.int64).argmin())} of the batch ended in the last generate and ran "
+                "on as padding, which the cache now holds: give the conversation anew in one forward without the "
+                "cache, or go on with one sequence at a time."
+            )
+
     def _append(self, stream: Stream, new: int, generation: Generation | None) -> None:
         real = self._real_slots(stream, new)
         tokens = None if stream.tokens is None else stream.tokens[:, -new:].to(self.device)
         # (the first forward of a generate comes without `generation`: a prompt may hold stop tokens)
-        if new == 1 and tokens is not None and generation is not None and generation.stop_tokens and self.batch > 1:
+        decodes = new == 1 and generation is not None and self.batch > 1 and self.seen >= self._prompt_slots
+        if decodes and generation is not None and generation.own_criteria:
+            raise ValueError(
+                "in a batch, where stop strings or criteria end a sequence cannot be seen from outside, and padding "
+                "would be taken for text: generate one at a time, or use attnprobe.score with stop=."
+            )
+        if decodes and tokens is not None and generation is not None and generation.stop_tokens:
             stop = torch.tensor(generation.stop_tokens, device=self.device)
             alive = ~torch.isin(tokens[:, -1], stop)
             self._alive = alive if self._alive is None else self._alive & alive
@@ -160,13 +197,13 @@ class Sequences:
                     "the prompt came with an attention mask and this forward without: the model would look at "
                     "padding. Pass attention_mask= over all tokens, past ones included."
                 )
-            if new > 1:
+            if new > 1 and not self._declared:
                 self._suspect_padding(stream.tokens)
             return torch.ones(self.batch, new, dtype=torch.bool, device=self.device)
         if mask.ndim != 2:
             raise ValueError(
                 f"an attention mask of shape {tuple(mask.shape)} does not say which tokens are padding: pass a "
-                "[batch, tokens] mask of 0 and 1."
+                "[batch, tokens] mask of 0 and 1 (a static cache builds such masks by itself: use a dynamic one)."
             )
         real = mask[:, self.seen : self.seen + new].to(self.device) > 0
         if real.shape != (self.batch, new):
@@ -199,7 +236,7 @@ class Sequences:
         if self._fixed_prompt is not None:
             self.prompt_length = self._fixed_prompt
             self.shortest_prompt = int(self._fixed_prompt.min()) if start == 0 else self.shortest_prompt
-        elif new > 1 or start == 0:
+        elif new > 1 or start == 0 or self.seen <= self._prompt_slots:
             self.prompt_length = self._real.sum(1)
             self.shortest_prompt = int(self.prompt_length.min()) if self.padded else self.width
             self.generated = False

@@ -121,7 +121,7 @@ class SiteStream:
         self._audit.check()
         final: dict[str, Tensor] = {}
         for analyzer in self._analyzers:
-            for name, value in analyzer.compute().items():
+            for name, value in _checked(analyzer, self._queries.batch, self._keys.width).items():
                 if name in final:
                     raise ValueError(
                         f"two analyzers both report {name!r}: put them in two probes, or rename one result."
@@ -265,6 +265,27 @@ class SiteStream:
             if getattr(prototype, "scope", "prefix") != "prefix":
                 self._analyzers[i] = prototype.start(pool, self._leverage)
         self._trace, self._trace_position = [], []
+
+
+def _checked(analyzer: Analyzer, batch: int, n_keys: int) -> dict[str, Tensor]:
+    """What an analyzer computes, if it has the form of a result."""
+    name, computed = type(analyzer).__name__, analyzer.compute()
+    if not isinstance(computed, dict) or not computed:
+        raise TypeError(f"{name}.compute() gave {type(computed).__name__}, not a dict of name to [batch, head] tensor.")
+    for key, value in computed.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape is None or len(shape) not in (2, 3) or shape[0] != batch:
+            raise ValueError(
+                f"{name}.compute() gave {key!r} of shape {shape}; a result is [batch, head] or [batch, head, position] "
+                f"with {batch} sequences. A value a row is not a result: sum over rows, or use trace=True."
+            )
+        if len(shape) == 3 and shape[2] not in (n_keys, n_keys - 1, n_keys + 1):
+            raise ValueError(
+                f"{name}.compute() gave {key!r} with {shape[2]} entries on the position axis and there are {n_keys} "
+                "tokens. Rows come in chunks of any size, so a value a row cannot be summed by its place in the chunk: "
+                "use trace=True for values at every step."
+            )
+    return {key: value if value.dtype == torch.float64 else value.float() for key, value in computed.items()}
 
 
 _SQUARE = ("pattern", "scores")

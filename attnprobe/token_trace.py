@@ -22,6 +22,7 @@ class TokenTrace:
         self._position: list[Int[Tensor, "batch row"]] = []
         self._log_probability: list[Float[Tensor, "batch row"]] = []
         self._entropy: list[Float[Tensor, "batch row"]] = []
+        self._broken: Tensor | bool = False
         self._open = 0  # rows from here on may wait for their token
         self._pending: Float[Tensor, "batch vocab"] | None = None
         self._pending_position: Int[Tensor, "batch"] | None = None
@@ -53,13 +54,15 @@ class TokenTrace:
         """Position of each row, log-probability of the token it chose (NaN: not known), entropy in nats."""
         if not self._position:
             raise ValueError("no next-token logits have been seen yet: run the model under the probe first.")
+        if bool(self._broken):
+            raise ValueError("the model's logits hold NaN: look at its precision and at hooks that edit activations.")
         parts = (self._position, self._log_probability, self._entropy)
         position, log_probability, entropy = (torch.cat(part, 1) for part in parts)
         return position, log_probability, entropy
 
     def _take(self, logits: Tensor, position: Tensor, by_position: Tensor) -> None:
         log_probability = torch.log_softmax(logits.float(), -1)
-        entropy = -(log_probability.exp() * log_probability).nan_to_num(0.0).sum(-1)
+        entropy = torch.special.entr(log_probability.exp()).sum(-1)
         next_position = position + 1
         known = next_position < by_position.shape[1]
         token = by_position.gather(1, next_position.clamp(max=by_position.shape[1] - 1))
@@ -68,6 +71,7 @@ class TokenTrace:
         self._position.append(position)
         self._log_probability.append(torch.where(token >= 0, chosen, torch.nan))
         self._entropy.append(torch.where(position >= 0, entropy, torch.nan))
+        self._broken = self._broken | (entropy.isnan() & (position >= 0)).any()
         # the last real row of each sequence waits for its token
         last = position.argmax(1)
         pending = log_probability.gather(1, last[:, None, None].expand(-1, 1, logits.shape[-1])).squeeze(1)

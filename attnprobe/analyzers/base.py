@@ -55,7 +55,10 @@ class Analyzer:
     # -- what a subclass writes ---------------------------------------------------------------------------
 
     def update(self, rows: Rows) -> None:
-        """Take the next rows of every sequence. Padded rows are zero and do not count (`rows.count`)."""
+        """Take the next rows of every sequence. Padded rows are zero and do not count (`rows.count`).
+
+        Rows are to be read only: they may be the model's own tensors.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define update(self, rows).")
 
     def compute(self) -> dict[str, Float[Tensor, "batch head"]]:
@@ -65,13 +68,16 @@ class Analyzer:
     # -- what a subclass may use ----------------------------------------------------------------------------
 
     @property
-    def total(self) -> dict[str, Tensor]:
+    def total(self) -> Totals:
         """Sums kept by `accumulate`."""
-        totals: dict[str, Tensor] = self.__dict__.setdefault("_totals", {})
+        totals: Totals = self.__dict__.setdefault("_totals", Totals())
         return totals
 
     def accumulate(self, **addends: Tensor) -> None:
-        """Add to running sums, on the device. The last axis may grow with the keys ([batch, head, key])."""
+        """Add to running sums, on the device.
+
+        A sum has no query axis: sum over the rows first. The last axis of a [batch, head, key] sum grows with the keys.
+        """
         for name, addend in addends.items():
             if not addend.is_floating_point():
                 addend = addend.to(torch.int64)
@@ -148,6 +154,13 @@ class Analyzer:
     def __repr__(self) -> str:
         settings = ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items() if not k.startswith("_"))
         return f"{type(self).__name__}({settings})"
+
+
+class Totals(dict[str, Tensor]):
+    """Running sums by name; a name that was never accumulated is told with those that were."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise KeyError(f"nothing was accumulated as {name!r}: there are {', '.join(self) or 'no sums yet'}.")
 
 
 _STATE = frozenset({"_totals", "_pool", "_used", "_leverage"})

@@ -83,7 +83,9 @@ def score(
     ] = False,
     file: Annotated[
         str | None,
-        typer.Option("--file", "-f", help="Read prompts from a file, one a line; '-' is standard input."),
+        typer.Option(
+            "--file", "-f", help="Read prompts from a file, one a line, blank lines left out; '-' is standard input."
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="For example cpu, cuda or cuda:1.")] = None,
     dtype: Annotated[
@@ -115,8 +117,8 @@ def score(
                     chat=chat,
                     batch_size=batch_size,
                 )
-            for answer in scores:
-                _print(out, answer, as_json, show_prompt=len(prompts) > 1)
+            for asked, answer in zip(batch, scores, strict=True):
+                _print(out, answer, as_json, asked if len(prompts) > 1 else None)
 
 
 @app.command()
@@ -146,12 +148,12 @@ def _console(width: int | None = None) -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
-def _print(out: Console, answer: Any, as_json: bool, *, show_prompt: bool) -> None:
+def _print(out: Console, answer: Any, as_json: bool, prompt: str | None) -> None:
     if as_json:
         # ASCII only: JSON then escapes every character that could steer a terminal.
         typer.echo(json.dumps(render.record(answer), allow_nan=False, ensure_ascii=True))
     else:
-        render.print_score(out, answer, show_prompt=show_prompt)
+        render.print_score(out, answer, prompt)
 
 
 def _prompts(prompt: str | None, file: str | None) -> list[str]:
@@ -161,6 +163,8 @@ def _prompts(prompt: str | None, file: str | None) -> list[str]:
             raise typer.BadParameter("give a prompt or --file, not both")
         found = [line for line in _read(file).replace("\r\n", "\n").split("\n") if line.strip()]
     else:
+        if prompt in (None, "-") and sys.stdin is None:
+            raise typer.BadParameter("standard input is closed: give a prompt or --file")
         if prompt is None and sys.stdin.isatty():
             raise typer.BadParameter("give a prompt, --file, or text on standard input")
         text = _read("-").removesuffix("\n").removesuffix("\r") if prompt in (None, "-") else str(prompt)

@@ -76,12 +76,12 @@ def record(score: Any) -> dict[str, Any]:
     }
 
 
-def print_score(console: Console, score: Any, *, show_prompt: bool = False) -> None:
-    """Print one answer for people: its text, uncertainty, token strip and token table."""
+def print_score(console: Console, score: Any, prompt: str | None = None) -> None:
+    """Print one answer for people: its prompt if it is given, text, uncertainty, token strip and token table."""
     rows = score.tokens.to_dict(orient="records")
     measure = "confidence" if "confidence" in score.tokens.columns else "probability"
-    if show_prompt:
-        console.rule(Text(_shorten(visible(score.prompt))), style="dim")
+    if prompt is not None:
+        console.rule(Text(_shorten(visible(prompt))), style="dim")
     answer = Text(visible(score.text, keep="\n\t")) if score.text else Text("(no text)", style="dim")
     console.print(answer, soft_wrap=True)
     console.print()
@@ -132,7 +132,7 @@ def _strip(rows: Sequence[dict[str, Any]], measure: str, top: float, monochrome:
 
 
 def _legend(measure: str, top: float, monochrome: bool) -> Text:
-    legend = Text(f"{measure}: 0 ", style="dim")
+    legend = Text(f"{measure} after the first step: 0 " if measure == "confidence" else f"{measure}: 0 ", style="dim")
     if monochrome:
         return legend.append(f"{_BARS} {top:.2g}")
     for level in range(len(_RAMP)):

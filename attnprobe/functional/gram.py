@@ -59,6 +59,8 @@ class BlockGram:
             first = 0 if causal_start is None else max(0, low - causal_start)
             if first < n_rows:
                 reach = flat[:, first:, :high]
+                if reach.requires_grad or block.requires_grad:  # autograd has kept the block as it was
+                    block = self._blocks[index] = block.clone()
                 block[:, : high - low, :high].baddbmm_(reach[..., low:].mT, reach)
 
     def merge_(self, other: BlockGram) -> None:

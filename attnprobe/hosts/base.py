@@ -49,6 +49,7 @@ class Stream:
     tokens: Tensor | None = None
     mask: Tensor | None = None
     past: int | None = None  # slots in the cache; None where the host does not say
+    cache: Any = None  # the cache itself, to tell it from another one of the same length
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,17 @@ class Generation:
         stop_tokens: ids after which a row of the batch runs on as padding.
         max_forwards: how many forwards generate at most.
         looks_back: after the last token, one more forward reads the finished text for a cache; it brings nothing new.
+        prompt_slots: width of the prompt, padding included, where it was given as token ids; else 0.
+        masked: an attention mask was given with the prompt.
+        own_criteria: it also stops by criteria that cannot be seen from outside.
     """
 
     stop_tokens: tuple[int, ...] = ()
     max_forwards: int | None = None
     looks_back: bool = False
+    prompt_slots: int = 0
+    masked: bool = False
+    own_criteria: bool = False
 
 
 class Listener(Protocol):
@@ -86,8 +93,8 @@ class Listener(Protocol):
     def on_logits(self, logits: Tensor) -> None:
         """The forward gave these next-token logits [batch, query, vocab]."""
 
-    def on_call_end(self) -> None:
-        """The forward went through."""
+    def on_call_end(self, cache: Any = None) -> None:
+        """The forward went through; `cache` is what it leaves, where the host shows it."""
 
     def on_generate(self, generation: Generation) -> None:
         """A `generate` begins."""
@@ -104,6 +111,10 @@ class Host(Protocol):
     @property
     def n_layers(self) -> int | None:
         """Number of layers, None where the model does not say."""
+
+    @property
+    def n_heads(self) -> int | None:
+        """Query heads of a layer, None where the model does not say or layers differ."""
 
     @property
     def pad_token(self) -> int | None:

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from attnprobe.hosts.base import Generation, Listener
 
 _NAMES = ("generate", "hf_generate", "generate_stream")
 _listeners: weakref.WeakKeyDictionary[Any, list[Listener]] = weakref.WeakKeyDictionary()
+_running: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
@@ -25,85 +28,133 @@ def listen_to_generate(model: Any, listener: Listener) -> Iterator[None]:
     """Tell the listener when a `generate` of this model begins and ends."""
     listeners = _listeners.setdefault(model, [])
     if not listeners:
-        _shadow(model, listeners)
+        for holder in _holders(model):
+            _shadow(model, holder, listeners)
     listeners.append(listener)
     try:
         yield
     finally:
         listeners.remove(listener)
         if not listeners:
-            _unshadow(model)
+            for holder in _holders(model):
+                _unshadow(holder)
             _listeners.pop(model, None)
 
 
-def _shadow(model: Any, listeners: list[Listener]) -> None:
+def _holders(model: Any) -> list[Any]:
+    """The model, and the transformers model inside a bridge, whose own `generate` may be called as well."""
+    inner = getattr(model, "original_model", None)
+    return [model] if inner is None or inner is model else [model, inner]
+
+
+def _shadow(model: Any, holder: Any, listeners: list[Listener]) -> None:
     for name in _NAMES:
-        if name in vars(model):  # the user's own: theirs is called, not replaced
+        if name in vars(holder):  # the user's own: theirs is called, not replaced
             continue
-        method = getattr(type(model), name, None)
+        method = getattr(type(holder), name, None)
         if method is None:
             continue
-        bound = method.__get__(model)
+        bound = method.__get__(holder)
         wrap = _told_stream if name == "generate_stream" else _told
-        shadow = functools.wraps(method)(wrap(model, bound, listeners))
+        shadow = functools.wraps(method)(wrap(model, holder, bound, listeners))
         shadow.__dict__["_attnprobe"] = True
-        vars(model)[name] = shadow
+        vars(holder)[name] = shadow
 
 
-def _unshadow(model: Any) -> None:
+def _unshadow(holder: Any) -> None:
     for name in _NAMES:
-        if getattr(vars(model).get(name), "_attnprobe", False):
-            del vars(model)[name]
+        if getattr(vars(holder).get(name), "_attnprobe", False):
+            del vars(holder)[name]
 
 
-def _told(model: Any, method: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
+@contextmanager
+def _telling(
+    model: Any,
+    holder: Any,
+    method: Callable[..., Any],
+    listeners: list[Listener],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Iterator[list[Any]]:
+    """Around one generate; what is put into the list is told as its output. One inside another is not told."""
+    output: list[Any] = []
+    if model in _running:
+        yield output
+        return
+    generation = _generation(model, holder, method, args, kwargs)
+    told = list(listeners)
+    _running.add(model)
+    try:
+        for listener in told:
+            listener.on_generate(generation)
+        yield output
+    finally:  # also when a stream is abandoned half way
+        _running.discard(model)
+        for listener in told:
+            listener.on_generate_end(output[0] if output else None)
+
+
+def _told(model: Any, holder: Any, method: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Any:
-        generation = _generation(model, method, args, kwargs)
-        told = list(listeners)
-        output = None
-        try:
-            for listener in told:
-                listener.on_generate(generation)
-            output = method(*args, **kwargs)
-            return output
-        finally:
-            for listener in told:
-                listener.on_generate_end(output)
+        with _telling(model, holder, method, listeners, args, kwargs) as output:
+            output.append(method(*args, **kwargs))
+            return output[0]
 
     return generate
 
 
-def _told_stream(model: Any, method: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
+def _told_stream(model: Any, holder: Any, method: Callable[..., Any], listeners: list[Listener]) -> Callable[..., Any]:
     def generate_stream(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        generation = _generation(model, method, args, kwargs)
-        told = list(listeners)
-        try:
-            for listener in told:
-                listener.on_generate(generation)
+        with _telling(model, holder, method, listeners, args, kwargs):
             yield from method(*args, **kwargs)
-        finally:  # also when the stream is abandoned half way
-            for listener in told:
-                listener.on_generate_end(None)
 
     return generate_stream
 
 
-def _generation(model: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generation:
+def _generation(
+    model: Any, holder: Any, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Generation:
     given = _arguments(method, args, kwargs)
+    # the loop of transformers reads settings that TransformerLens's own loop does not
+    of_transformers = method.__name__ == "hf_generate" or holder is not model
     config = getattr(getattr(model, "original_model", model), "generation_config", None)
-    if (given.get("num_beams") or 1) > 1:
-        raise ValueError(
-            "beam search reorders its hypotheses at every step, so no row belongs to a sequence for good: "
-            "generate with num_beams=1 under a probe, then score the finished text."
-        )
+    configs = [given.get("generation_config"), config] if of_transformers else []
+    _refuse_beams(given, configs)
     stop: tuple[int, ...] = ()
     if given.get("stop_at_eos", True):
-        stop = _ids(given.get("eos_token_id")) or _default_stop_tokens(model, config)
+        if method.__name__ == "hf_generate":
+            holders = [getattr(model, "tokenizer", None), *configs]
+        elif of_transformers:
+            holders = configs
+        else:
+            holders = [getattr(model, "cfg", None), getattr(model, "tokenizer", None)]
+        stop = _ids(given.get("eos_token_id")) or next(filter(None, map(_eos_of, holders)), ())
+    prompt = next((given[name] for name in ("input", "input_ids", "inputs") if given.get(name) is not None), None)
+    if prompt is None and args:
+        prompt = args[0]
     return Generation(
         stop_tokens=stop,
         max_forwards=given.get("max_new_tokens"),
         looks_back=bool(given.get("return_cache", False)),
+        prompt_slots=prompt.shape[1] if isinstance(prompt, Tensor) and prompt.ndim == 2 else 0,
+        masked=given.get("attention_mask") is not None,
+        own_criteria=any(given.get(name) for name in ("stopping_criteria", "stop_strings")),
     )
+
+
+def _refuse_beams(given: dict[str, Any], configs: list[Any]) -> None:
+    beams = given.get("num_beams")
+    if beams is None:
+        beams = next((c.num_beams for c in configs if getattr(c, "num_beams", None) is not None), 1)
+    if beams > 1:
+        raise ValueError(
+            f"beam search (num_beams={beams}) reorders its hypotheses at every step, so no row belongs to a sequence "
+            "for good: generate with num_beams=1 under a probe, or score the finished text."
+        )
+
+
+def _eos_of(holder: Any) -> tuple[int, ...]:
+    return _ids(getattr(holder, "eos_token_id", None))
 
 
 def _arguments(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,14 +165,6 @@ def _arguments(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given.update(given.pop(parameter.name, {}))
     return given
-
-
-def _default_stop_tokens(model: Any, config: Any) -> tuple[int, ...]:
-    for holder in (getattr(model, "cfg", None), config, getattr(model, "tokenizer", None)):
-        ids = _ids(getattr(holder, "eos_token_id", None))
-        if ids:
-            return ids
-    return ()
 
 
 def _ids(value: Any) -> tuple[int, ...]:

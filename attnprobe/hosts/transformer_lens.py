@@ -29,7 +29,8 @@ from attnprobe.hosts.base import HOOKS, Call, Listener, Site, Stream
 from attnprobe.hosts.generation import listen_to_generate
 
 # TransformerLens counts nested contexts with small positive levels; ours never meet them.
-_levels = itertools.count(-1_000_000, -1)
+_FIRST_LEVEL = 1_000_000
+_levels = itertools.count(-_FIRST_LEVEL, -1)
 
 
 class HookedHost:
@@ -42,6 +43,10 @@ class HookedHost:
     @property
     def n_layers(self) -> int | None:
         return getattr(getattr(self.model, "cfg", None), "n_layers", None)
+
+    @property
+    def n_heads(self) -> int | None:
+        return getattr(getattr(self.model, "cfg", None), "n_heads", None)
 
     @property
     def pad_token(self) -> int | None:
@@ -103,24 +108,34 @@ class HookedHost:
     def watch(self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool) -> Iterator[None]:
         level = next(_levels)
         with ExitStack() as stack:
+            ours = []
             for site in sites:
                 for part in parts:
-                    point = self._hook_point(site, part)
+                    point, report = self._hook_point(site, part), _reporter(listener, site, part)
                     stack.callback(_remove, point, level)
-                    point.add_hook(_reporter(listener, site, part), is_permanent=True, level=level)
-            for handle in self._listen_to_calls(listener, sites, logits=logits):
+                    point.add_hook(report, is_permanent=True, level=level)
+                    ours.append((point, report))
+
+            def go_last() -> None:
+                """The model uses what the last hook leaves: ours look after the user's, however late those came."""
+                for point, report in ours:
+                    if point.fwd_hooks and not _is_a_probe(point.fwd_hooks[-1]):
+                        _remove(point, level)
+                        point.add_hook(report, is_permanent=True, level=level)
+
+            for handle in self._listen_to_calls(listener, go_last, logits=logits):
                 stack.callback(handle.remove)
             stack.enter_context(listen_to_generate(self.model, listener))
             yield
 
-    def _listen_to_calls(self, listener: Listener, sites: Sequence[Site], *, logits: bool) -> list[Any]:
+    def _listen_to_calls(self, listener: Listener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
         original = _original_model(self.model)
         if original is not None:
-            return _listen_to_module(original, listener, logits=logits)
+            return _listen_to_module(original, listener, go_last, logits=logits)
         blocks = getattr(self.model, "blocks", None)
         if isinstance(blocks, nn.ModuleList) and hasattr(self.model, "embed"):
-            return _listen_to_blocks(self.model, blocks, listener, logits=logits)
-        return _listen_to_module(self.model, listener, logits=logits)
+            return _listen_to_blocks(self.model, blocks, listener, go_last, logits=logits)
+        return _listen_to_module(self.model, listener, go_last, logits=logits)
 
     def _site(self, hook_name: str) -> Site:
         name = hook_name[: -len(HOOKS["pattern"]) - 1]
@@ -174,6 +189,10 @@ def _original_model(model: Any) -> nn.Module | None:
     return original if isinstance(original, nn.Module) else None
 
 
+def _is_a_probe(handle: Any) -> bool:
+    return handle.context_level is not None and handle.context_level <= -_FIRST_LEVEL
+
+
 def _remove(point: Any, level: int) -> None:
     """Take out the hooks of one level. (`remove_hooks(including_permanent=True)` of 3.9 takes the user's with them.)"""
     for handle in [handle for handle in point.fwd_hooks if handle.context_level == level]:
@@ -199,16 +218,17 @@ def _nothing_matches(select: str | Callable[[str], bool], names: list[str]) -> s
     )
 
 
-def _listen_to_module(module: nn.Module, listener: Listener, *, logits: bool) -> list[Any]:
+def _listen_to_module(module: nn.Module, listener: Listener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
     """A module whose forward is called with tokens, mask and cache as arguments."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        go_last()
         listener.on_call(_call_of(args, kwargs))
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if logits:
             listener.on_logits(_logits_of(output))
-        listener.on_call_end()
+        listener.on_call_end(getattr(output, "past_key_values", None))
 
     return [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -221,13 +241,14 @@ def _call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
         tokens = None
     mask = kwargs.get("attention_mask")
-    past = _cached(kwargs.get("past_key_values"))
+    cache = kwargs.get("past_key_values")
+    past = _cached(cache)
     if "decoder_input_ids" in kwargs or "encoder_outputs" in kwargs:
         return Call(
-            decoder=Stream(kwargs.get("decoder_input_ids"), kwargs.get("decoder_attention_mask"), past),
+            decoder=Stream(kwargs.get("decoder_input_ids"), kwargs.get("decoder_attention_mask"), past, cache),
             encoder=Stream(tokens, mask, 0),
         )
-    stream = Stream(tokens, mask, past)
+    stream = Stream(tokens, mask, past, cache)
     return Call(decoder=stream, encoder=Stream(tokens, mask, 0))
 
 
@@ -252,22 +273,27 @@ def _logits_of(output: Any) -> Tensor:
     return logits
 
 
-def _listen_to_blocks(model: Any, blocks: nn.ModuleList, listener: Listener, *, logits: bool) -> list[Any]:
+def _listen_to_blocks(
+    model: Any, blocks: nn.ModuleList, listener: Listener, go_last: Callable[[], None], *, logits: bool
+) -> list[Any]:
     """A HookedTransformer: its `generate` calls `forward` directly, so the blocks are listened to instead."""
     embedded: list[Tensor] = []
+    caches: list[Any] = []
 
     def embed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         embedded[:] = [args[0] if args else kwargs["tokens"]]
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        go_last()
         n_new = args[0].shape[1]
         tokens = embedded[0][:, -n_new:] if embedded and embedded[0].ndim == 2 else None
         entry = kwargs.get("past_kv_cache_entry")
         past = 0 if entry is None else entry.past_keys.shape[1]
-        listener.on_call(Call(decoder=Stream(tokens, kwargs.get("attention_mask"), past)))
+        caches[:] = [entry]
+        listener.on_call(Call(decoder=Stream(tokens, kwargs.get("attention_mask"), past, entry)))
 
     def after(*_: Any) -> None:
-        listener.on_call_end()
+        listener.on_call_end(caches[0] if caches else None)
 
     def unembed(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         cap = getattr(model.cfg, "output_logits_soft_cap", -1.0) or -1.0

@@ -2,6 +2,7 @@
 
 from attnprobe.state.columns import Columns
 from attnprobe.state.gram import Gram
+from attnprobe.state.off_diagonal import OffDiagonal
 from attnprobe.state.outputs import OutputMoments
 from attnprobe.state.prefix_mass import PrefixMass
 from attnprobe.state.reciprocity import Reciprocity
@@ -12,6 +13,7 @@ from attnprobe.state.values import ValueNorms
 __all__ = [
     "Columns",
     "Gram",
+    "OffDiagonal",
     "OutputMoments",
     "PrefixMass",
     "Reciprocity",

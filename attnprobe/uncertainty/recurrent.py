@@ -72,6 +72,10 @@ class Recurrent(Method):
 class SAUQ(Recurrent):
     """Spectral attention uncertainty: the signal is the participation ratio of one head's pattern at each step.
 
+        c_1 = p_1,    c_t = alpha p_t + (1 - alpha) s_t c_{t-1},    U_l = 1 - (1/T) sum_t log c_t,    U = max_l U_l
+
+    c_t is the running confidence, so U is at least 1, where the model was sure of everything.
+
     The head of a layer is the one whose generation block (rows and columns of the generated tokens, rows renormalised)
     has the largest participation ratio; ties go to the lowest head; with a single token, the largest ratio of the
     prompt's pattern.
@@ -145,7 +149,7 @@ class SAUQ(Recurrent):
 
 
 class RAUQ(Recurrent):
-    """Recurrent attention uncertainty: the signal is the attention to the previous token.
+    """Recurrent attention uncertainty: the recurrence of `SAUQ` with the attention to the previous token as signal.
 
     The head of a layer is the one with the largest mean signal over the steps.
 

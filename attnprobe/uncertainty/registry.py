@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from attnprobe.uncertainty.method import Method
 from attnprobe.uncertainty.recurrent import RAUQ, SAUQ
@@ -45,10 +46,12 @@ def resolve(methods: str | Method | Iterable[str | Method]) -> list[Method]:
         ValueError: an unknown name, none at all, or one name twice.
         TypeError: something else.
     """
-    if not isinstance(methods, str | Method | Iterable):
+    if not isinstance(methods, str | Method | type | Iterable):
         raise TypeError(f"methods must be names or Method objects, not {methods!r}.")
-    given = [methods] if isinstance(methods, str | Method) else list(methods)
+    given: list[Any] = [methods] if isinstance(methods, str | Method | type) else list(methods)
     for method in given:
+        if isinstance(method, type) and issubclass(method, Method):
+            raise TypeError(f"{method.__name__} is a class: write {method.__name__}() to make a method.")
         if not isinstance(method, str | Method):
             raise TypeError(f"{method!r} is neither the name of a method nor a Method object.")
     resolved = [method_named(method) if isinstance(method, str) else method for method in given]

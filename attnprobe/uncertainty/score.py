@@ -42,10 +42,10 @@ class Score:
     prompt: str
     text: str
     uncertainty: dict[str, float]
-    tokens: pd.DataFrame
+    tokens: pd.DataFrame = field(repr=False)
     finish: str
-    prompt_ids: list[int]
-    token_ids: list[int]
+    prompt_ids: list[int] = field(repr=False)
+    token_ids: list[int] = field(repr=False)
     assessments: dict[str, Assessment] = field(repr=False)
 
     def layers(self, method: str | None = None) -> pd.DataFrame:
@@ -88,10 +88,10 @@ def score(
             by itself.
         methods: names (`attnprobe.uncertainty.method_names()`) or objects such as `SAUQ(measure="counting")`.
         completions: answers to score instead of generating, one for each prompt; strings (tokenized apart from the
-            prompt, without special tokens) or token-id lists.
+            prompt, without special tokens: begin them with the space that parts them) or token-id lists.
         max_new_tokens: length limit of generated answers.
         chat: put each string into the model's chat template as the user's message.
-        batch_size: prompts a forward; numbers do not depend on it.
+        batch_size: prompts a forward; greedy answers and their numbers do not depend on it.
         do_sample, temperature, top_k, top_p, seed: sampling; greedy by default, whatever the checkpoint's settings
             say. Probabilities and entropies are the model's own, before any of these.
         stop: strings that end an answer; the text is cut before them, the tokens that complete them are scored.
@@ -236,6 +236,7 @@ def _prompt_ids(prompts: Prompt | Sequence[Prompt], tokenizer: Any, chat: bool) 
     for i, prompt in enumerate(listed):
         if isinstance(prompt, str):
             _need_tokenizer(tokenizer, "prompts")
+            _check_text(prompt, f"prompt {i}")
             ids.append(_chat(prompt, tokenizer) if chat else list(tokenizer(prompt)["input_ids"]))
         elif chat:
             raise ValueError("chat=True puts text into the chat template: give strings, not token ids.")
@@ -254,6 +255,7 @@ def _completion_ids(completions: Prompt | Sequence[Prompt], tokenizer: Any, n_pr
     for i, completion in enumerate(listed):
         if isinstance(completion, str):
             _need_tokenizer(tokenizer, "completions")
+            _check_text(completion, f"completion {i}")
             ids.append(list(tokenizer(completion, add_special_tokens=False)["input_ids"]))
         else:
             ids.append(_token_ids(completion, f"completion {i}"))
@@ -280,6 +282,13 @@ def _listed(given: Any, what: str) -> list[Any]:
         if not isinstance(item, str | list | tuple):
             raise TypeError(f"{what} must be strings or lists of token ids, not {type(item).__name__}.")
     return listed
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} is not valid Unicode text: it holds bytes that are no characters.") from None
 
 
 def _token_ids(given: Sequence[Any], what: str) -> list[int]:
@@ -342,13 +351,16 @@ def _stop_strings(stop: str | Sequence[str] | None, tokenizer: Any) -> Any:
     marks = _strings(stop)
     if not marks:
         return None
+    if not all(isinstance(mark, str) for mark in marks):
+        raise TypeError(f"stop={stop!r}: give a string or a list of strings.")
     if "" in marks:
         raise ValueError("an empty stop string ends every answer before it begins: leave it out.")
     _need_tokenizer(tokenizer, "stop strings")
 
     def stopped(tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
-        return any(mark in text for mark in marks)
+        # a mark may span special tokens, or be one
+        texts = [tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (True, False)]
+        return any(mark in text for mark in marks for text in texts)
 
     return stopped
 
