@@ -151,3 +151,26 @@ def test_the_answer_repeats_and_the_inputs_stay():
     assert torch.equal(first, eigenvalue_beside(s, known))
     assert torch.equal(s, before[0])
     assert torch.equal(known, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [100, 257])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 5.0])
+def test_the_batched_iteration_of_accelerators(dtype, n, scale):
+    """The same code on the CPU: uniform, soft and sharp causal maps, all in one batch, and one without a spectrum."""
+    from attnprobe.functional.lanczos import _block_lanczos
+
+    generator = torch.Generator().manual_seed(n)
+    logits = torch.randn(5, n, n, generator=generator, dtype=torch.float64) * scale
+    pattern = logits.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    pattern = torch.cat([pattern, torch.eye(1, n, dtype=torch.float64).expand(1, n, n)])  # the last: all to one key
+    mass = pattern.sum(-2)
+    half = torch.where(mass.unsqueeze(-2) > 0, pattern / mass.clamp_min(1e-300).sqrt().unsqueeze(-2), 0.0)
+    matrix, known = half.mT @ half, mass.sqrt() / mass.sqrt().norm(dim=-1, keepdim=True)
+    expected = torch.linalg.eigvalsh(matrix)[:, -2].clamp_min(0.0)
+    found = _block_lanczos(matrix.to(dtype), known.to(dtype).unsqueeze(1)).double()
+    tolerance = 5e-5 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5 if dtype == torch.float32 else 1e-9)
+    torch.testing.assert_close(
+        eigenvalue_beside(matrix.to(dtype), known.to(dtype)).double(), expected, rtol=tolerance, atol=1e-5
+    )
