@@ -27,7 +27,7 @@ _CLUSTER = 6
 def eigenvalue_beside(matrix: Float[Tensor, "*batch n n"], known: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
     """Largest eigenvalue of a positive semi-definite matrix on the complement of a known unit eigenvector.
 
-    On a CPU: ARPACK (through scipy) on each matrix, to a relative 1e-5 (float32) or 1e-12 (float64).
+    On a CPU: ARPACK (through scipy) on each matrix, to a relative residual of 5e-5 (float32) or 1e-12 (float64).
 
     Elsewhere: block Lanczos with full reorthogonalisation, all matrices together, from the same random directions every
     time; a matrix leaves the iteration when its value has converged. With the residual ||R|| of the first k Ritz pairs,
@@ -63,7 +63,7 @@ def _arpack(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> Flo
 
     n = a.shape[-1]
     start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(a.dtype).numpy()
-    tolerance = 1e-5 if a.dtype == torch.float32 else 1e-12
+    tolerance = 5e-5 if a.dtype == torch.float32 else 1e-12  # of the residual: the value is far closer
     values = []
     for matrix, known in zip(a.numpy(), u[:, 0].numpy(), strict=True):
 

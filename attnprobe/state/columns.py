@@ -48,7 +48,8 @@ class Columns(Statistic):
         keys = rows.keys
         self.sunk = rows.sink is not None
         self._mass = padded_sum(self._mass, keys.sum(-2))
-        self._energy = padded_sum(self._energy, _column_energy(keys))
+        reach = rows.first + (rows.sink is not None) if rows.causal else None
+        self._energy = padded_sum(self._energy, _column_energy(keys, reach))
         self._count = added(self._count, rows.count)
 
     def _merge(self, other: Statistic) -> None:
@@ -68,12 +69,16 @@ class Columns(Statistic):
         return padded_sum(zeros.clone(), self.mass), padded_sum(zeros.clone(), self.energy)
 
 
-def _column_energy(keys: Float[Tensor, "batch head query key"]) -> Float[Tensor, "batch head key"]:
-    """Sums of squares down the columns; in blocks of rows, so that the squares of a long prompt are never all there."""
-    blocks = keys.split(_ROWS_AT_ONCE, dim=-2)
-    energy = blocks[0].square().sum(-2)
-    for block in blocks[1:]:
-        energy += block.square().sum(-2)
+def _column_energy(keys: Float[Tensor, "batch head query key"], reach: int | None) -> Float[Tensor, "batch head key"]:
+    """Sums of squares down the columns; in blocks of rows, so that the squares of a long prompt are never all there.
+
+    `reach` = r promises that row i has no mass beyond key r + i, so a block is not looked at beyond its last row's.
+    """
+    energy = keys.new_zeros((*keys.shape[:-2], keys.shape[-1]))
+    for low in range(0, keys.shape[-2], _ROWS_AT_ONCE):
+        high = keys.shape[-1] if reach is None else reach + low + _ROWS_AT_ONCE
+        block = keys[..., low : low + _ROWS_AT_ONCE, :high]
+        energy[..., : block.shape[-1]] += block.square().sum(-2)
     return energy
 
 

@@ -37,7 +37,9 @@ class Gram(Statistic):
             matrix = self.matrix.dense(torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0))
             known = torch.where(inside, mass, 0.0).sqrt()
             known = known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
-            self._spectrum = matrix.square().sum((-2, -1)), eigenvalue_beside(matrix, known)
+            # by rows first: one long float32 sum would lose digits
+            square = torch.linalg.vector_norm(matrix, dim=-1).square().sum(-1)
+            self._spectrum = square, eigenvalue_beside(matrix, known)
         return self._spectrum
 
     def _update(self, rows: Rows) -> None:

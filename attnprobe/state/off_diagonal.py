@@ -35,10 +35,10 @@ class OffDiagonal(Statistic):
         """The energy of each row."""
         parts = []
         for low in range(0, rows.n_query, _ROWS_AT_ONCE):
-            block = rows.pattern[..., low : low + _ROWS_AT_ONCE, :]
+            block = rows.pattern[..., low : low + _ROWS_AT_ONCE, : rows.first + low + _ROWS_AT_ONCE]
             own = rows.position[:, None, low : low + _ROWS_AT_ONCE, None].clamp_min(0)
-            others = block.scatter(-1, own.expand(*block.shape[:-1], 1), 0.0)
-            parts.append(others.square().sum(-1))
+            squares = block.square().scatter_(-1, own.expand(*block.shape[:-1], 1), 0.0)
+            parts.append(squares.sum(-1))
         return torch.cat(parts, -1).double()
 
     def before(self, rows: Rows) -> Float[Tensor, "batch head"]:
