@@ -230,6 +230,8 @@ class Probe:
         plan = self._plans.get("decoder")
         if plan is not None and plan.new:
             self._vocabulary = logits.shape[-1]
+            if plan.regenerate:  # the prompt has grown: the steps so far were none
+                self._tokens = TokenTrace()
             with torch.inference_mode():
                 self._tokens.update(logits.detach(), plan, self._sides["decoder"])
 

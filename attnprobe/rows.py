@@ -97,7 +97,7 @@ class Rows:
             z=z,
             v=v,
             key_position=position,
-            **fields,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type] # fields of this class, by name
         )
 
     @property

@@ -244,7 +244,7 @@ class SiteStream:
             sink=sink,
             key_position=key_position if new_keys else None,
             kv_head=self._kv_head(parts),
-            **fields,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type] # z and q alone
             **new_keys,
         )
 

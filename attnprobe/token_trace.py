@@ -29,8 +29,6 @@ class TokenTrace:
 
     def update(self, logits: Float[Tensor, "batch row vocab"], plan: Plan, sequences: Sequences) -> None:
         """Take the logits of one forward; a host may give those of its last rows only."""
-        if plan.regenerate or plan.fresh:
-            self.__init__()  # type: ignore[misc]
         by_position = sequences.tokens_by_position(sequences.seen)
         if by_position is None:
             raise ValueError("token probabilities need token ids, and the model was given embeddings.")

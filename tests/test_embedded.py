@@ -20,15 +20,6 @@ from attnprobe import embedded
 from attnprobe.embedded import cache_dir, cached_models
 from attnprobe.models import load_model
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- the embedded model, on a stand-in for its wheel ------------------------------------------------------
 
 

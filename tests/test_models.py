@@ -15,14 +15,6 @@ from attnprobe.models import load_model
 VOCABULARY = {"<s>": 0, "</s>": 1, "<unk>": 2, "the": 3, "cat": 4, "sat": 5, "on": 6, "mat": 7}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # --- tiny models ------------------------------------------------------------------------------------------
 
 

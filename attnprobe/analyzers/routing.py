@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
-from attnprobe.functional.routing import split_from_moments
+from attnprobe.functional.routing import RoutingSplit, split_from_moments
 from attnprobe.rows import Rows
 from attnprobe.state import Columns, Gram, OutputMoments, ValueNorms
 
@@ -90,9 +90,9 @@ class MeanRoutingSplit(Analyzer):
         split = self._named(split_from_moments(mean, routed, values, torch.full_like(values, torch.nan)), bound=False)
         return {name: value.transpose(1, 2) for name, value in split.items()}
 
-    def _named(self, split: object, *, bound: bool) -> dict[str, Tensor]:
+    def _named(self, split: RoutingSplit, *, bound: bool) -> dict[str, Tensor]:
         fields = ("mean_energy", "routed_energy", "routed_fraction", "value_energy", "gain")
         named: dict[str, Tensor] = {name: getattr(split, name) for name in fields}
         if bound:
-            named["gain_bound"] = split.bound  # type: ignore[attr-defined]
+            named["gain_bound"] = split.bound
         return named

@@ -73,7 +73,7 @@ class TDO(Analyzer):
             self.needs = ("pattern", "tokens")
 
     @property
-    def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override]
+    def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override] # names depend on the settings here
         """Descriptions of the results, with the measure and scope they belong to."""
         described = {"units": "1", "source": _SOURCE, "measure": self.measure, "scope": self.scope}
         return {

@@ -20,8 +20,6 @@ class OutputMoments(Statistic):
         count: [batch] rows; mean: [batch, head, d]; scatter: [batch, head, d, d] = sum (z - mean)(z - mean)^T.
     """
 
-    needs = ("pattern", "z")
-
     def __init__(self) -> None:
         super().__init__()
         self._moments: Moments | None = None

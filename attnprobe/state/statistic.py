@@ -23,8 +23,6 @@ class Statistic:
     Subclasses write `_update` and `_merge`.
     """
 
-    needs: tuple[str, ...] = ("pattern",)
-
     def __init__(self) -> None:
         self._last_rows: int | None = None
         self._merged: set[int] = set()

@@ -16,8 +16,6 @@ class Tokens(Statistic):
         ids: [batch, key] by position, -1 where there is none.
     """
 
-    needs = ("pattern", "tokens")
-
     def __init__(self) -> None:
         super().__init__()
         self._ids: Tensor | None = None

@@ -17,8 +17,6 @@ class ValueNorms(Statistic):
         squared: [batch, kv_head, key].
     """
 
-    needs = ("pattern", "v")
-
     def __init__(self) -> None:
         super().__init__()
         self._squared: Tensor | None = None

@@ -6,7 +6,6 @@ import json
 import math
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import attnprobe as ap
@@ -16,14 +15,6 @@ pytestmark = pytest.mark.model
 
 PROMPT = "The three primary colours are red, yellow and"
 QUESTION = "What is the capital of France?"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,6 @@ SHORT = [11, 6, 15, 9]
 NAMES = ("SAUQ", "SAUQ-generation", "RAUQ", "RAUQ-entropy", "RAUQ-paper", "Perplexity", "MeanTokenEntropy")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _no_hook_outlives_a_test():
     """A test that fails with hooks left behind does not take the others with it."""
