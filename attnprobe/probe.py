@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.functional.measures import leverage_scores
-from attnprobe.hosts import Call, Generation, Host, Site, host_of
+from attnprobe.hosts import Attention, Call, Generation, Host, Site, host_of
 from attnprobe.results import Batch, dataset_of
 from attnprobe.row_policy import check_policy
 from attnprobe.sequences import Plan, Sequences, check_past
@@ -225,6 +225,17 @@ class Probe:
             self._arrived[site] = {}
             self._done.add(site)
 
+    def on_attention(self, site: Site, attention: Attention) -> None:
+        """An attention was computed at a site without a pattern (called by the host)."""
+        if self._call is None:
+            self.on_call(Call())
+        with torch.inference_mode():
+            batch, _, n_query, _ = attention.q.shape
+            plan = self._plan(site.side, batch, n_query, attention.k.shape[2], attention.q.device)
+            if plan.new:
+                self._stream(site).take_attention(attention, plan)
+        self._done.add(site)
+
     def on_logits(self, logits: Tensor) -> None:
         """The forward gave logits (called by the host)."""
         plan = self._plans.get("decoder")
@@ -280,18 +291,15 @@ class Probe:
             raise ValueError(
                 f"{site.name} gives a pattern of shape {tuple(pattern.shape)}, not [batch, head, query, key]."
             )
+        batch, _, n_query, n_key = pattern.shape
         # the keys of cross-attention say nothing about the decoder's past
-        n_key = None if site.kind == "cross" else pattern.shape[3]
-        plan = self._plan(site.side, pattern.shape[2], n_key, pattern)
+        plan = self._plan(site.side, batch, n_query, None if site.kind == "cross" else n_key, pattern.device)
         if site.kind == "cross" and "encoder" not in self._plans:
-            self._plan("encoder", pattern.shape[3], pattern.shape[3], pattern)
-        if not plan.new:
-            return
-        if site not in self._streams:
-            self._streams[site] = self._stream(site)
-        self._streams[site].take(parts, plan)
+            self._plan("encoder", batch, n_key, n_key, pattern.device)
+        if plan.new:
+            self._stream(site).take(parts, plan)
 
-    def _plan(self, side: str, n_query: int, n_key: int | None, pattern: Tensor) -> Plan:
+    def _plan(self, side: str, batch: int, n_query: int, n_key: int | None, device: torch.device) -> Plan:
         if side in self._plans:
             return self._plans[side]
         assert self._call is not None
@@ -300,7 +308,7 @@ class Probe:
         if n_key is None:
             n_key = n_query + (stream.past or 0)
         sequences = self._sides.get(side)
-        if sequences is not None and sequences.batch != pattern.shape[0]:
+        if sequences is not None and sequences.batch != batch:
             sequences = None
         if sequences is None:
             check_past(stream.past or 0, 0)
@@ -309,8 +317,8 @@ class Probe:
                 self._finish()
             host = self._host
             sequences = Sequences(
-                pattern.shape[0],
-                pattern.device,
+                batch,
+                device,
                 self._prompt_lengths if side == "decoder" else None,
                 None if host is None else host.pad_token,
             )
@@ -323,12 +331,18 @@ class Probe:
         return plan
 
     def _stream(self, site: Site) -> SiteStream:
+        if site not in self._streams:
+            self._streams[site] = self._new_stream(site)
+        return self._streams[site]
+
+    def _new_stream(self, site: Site) -> SiteStream:
         queries = self._sides[site.side]
         first_time = site not in self._verified
         self._verified.add(site)
         return SiteStream(
             site,
             self.analyzers,
+            needs=self._parts,
             heads=self.heads,
             policy=self.rows,
             queries=queries,

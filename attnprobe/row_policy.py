@@ -50,6 +50,15 @@ class RowAudit:
         # a negative weight is as wrong as a row can be, whatever it sums to
         excess = torch.where(pattern.amin(-1) < 0, torch.inf, excess)
         excess = torch.where(excess.isnan(), torch.inf, excess)
+        self._note(excess, position)
+        return sums
+
+    def look_at_outputs(self, z: Float[Tensor, "batch query head d"], position: Int[Tensor, "batch query"]) -> None:
+        """Take in the outputs of rows that are distributions by construction, but for what is no number."""
+        broken = ~z.sum(-1).isfinite() & (position >= 0)[:, :, None]
+        self._note(torch.where(broken.transpose(1, 2), torch.inf, 0.0), position)
+
+    def _note(self, excess: Float[Tensor, "batch head query"], position: Int[Tensor, "batch query"]) -> None:
         worst, index = excess.max(-1)
         where = position.unsqueeze(1).expand_as(excess).gather(-1, index.unsqueeze(-1)).squeeze(-1)
         if self._worst is None or self._position is None:
@@ -58,9 +67,8 @@ class RowAudit:
             worse = worst > self._worst
             self._worst = torch.where(worse, worst, self._worst)
             self._position = torch.where(worse, where, self._position)
-        if pattern.device.type == "cpu":
+        if excess.device.type == "cpu":
             self.check()
-        return sums
 
     def check(self) -> None:
         """Raise if any row so far was not a distribution.

@@ -23,16 +23,36 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attnprobe.functional.factored import Factors
+
 _serial = itertools.count()
 
 
-@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """The pattern of rows: given, or computed from their factors when it is first asked for."""
+
+    def __get__(self, rows: Rows | None, owner: type) -> Tensor:
+        if rows is None:
+            raise AttributeError  # so that the field has no default
+        held: Tensor | None = rows.__dict__["pattern"]
+        if held is None:
+            if rows.factors is None:
+                raise ValueError("rows need a pattern, or the factors it is computed from.")
+            held = rows.__dict__["pattern"] = rows.factors.pattern()
+        return held
+
+    def __set__(self, rows: Rows, pattern: Tensor | None) -> None:
+        rows.__dict__["pattern"] = pattern
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Rows:
     """New rows of one site, with absolute positions; float32 or float64, on the host's device.
 
     Attributes:
         pattern: [batch, head, query, key] attention weights, rows sum to 1 (padded queries: zeros). The key axis
-            covers every position seen so far, the new ones included.
+            covers every position seen so far, the new ones included. Where the host makes no pattern it is computed
+            from `factors` on first use, so that an analyzer which never looks costs none.
         position: [batch, query] position of each query in its own sequence, -1 for padding.
         first: no real query of this chunk stands before this position in the longest sequence: row i never looks
             beyond key first + i (causal sites), known without asking the device.
@@ -47,6 +67,7 @@ class Rows:
         key_position: [batch, new_key] positions of v and k, -1 for padding.
         scores: [batch, head, query, key] pre-softmax scores.
         kv_head: [head] the key/value head each watched head reads.
+        factors: queries and keys that the pattern is computed from, where the host shows them in place of one.
 
     >>> import torch
     >>> rows = Rows.from_pattern(torch.eye(3).reshape(1, 1, 3, 3))
@@ -54,8 +75,8 @@ class Rows:
     ([3], [[[1.0, 1.0, 1.0]]])
     """
 
-    pattern: Float[Tensor, "batch head query key"]
-    position: Int[Tensor, "batch query"]
+    pattern: Float[Tensor, "batch head query key"] = _Pattern()  # type: ignore[assignment] # a descriptor
+    position: Int[Tensor, "batch query"] = field(kw_only=True)
     first: int = 0
     causal: bool = True
     self_attention: bool = True
@@ -70,6 +91,7 @@ class Rows:
     key_position: Int[Tensor, "batch new_key"] | None = None
     scores: Float[Tensor, "batch head query key"] | None = None
     kv_head: Int[Tensor, "head"] | None = None
+    factors: Factors | None = None
     serial: int = field(default_factory=lambda: next(_serial))
 
     @classmethod
@@ -113,7 +135,29 @@ class Rows:
     @property
     def n_query(self) -> int:
         """Number of rows, padded ones included."""
-        return self.pattern.shape[-2]
+        return self.position.shape[1]
+
+    @property
+    def n_key(self) -> int:
+        """Number of keys, known without computing a pattern."""
+        held: Tensor | None = self.__dict__["pattern"]
+        return self.factors_or_raise.k.shape[2] if held is None else held.shape[-1]
+
+    @property
+    def n_head(self) -> int:
+        """Number of watched heads, known without computing a pattern."""
+        return self.pattern.shape[1] if self.factors is None else self.factors.q.shape[1]
+
+    @property
+    def factors_or_raise(self) -> Factors:
+        """The factors.
+
+        Raises:
+            ValueError: these rows came as a pattern.
+        """
+        if self.factors is None:
+            raise ValueError("these rows came as a pattern, without the queries and keys it was computed from.")
+        return self.factors
 
     @property
     def keys(self) -> Float[Tensor, "batch head query key"]:
@@ -156,7 +200,7 @@ class Rows:
         start, stop, step = rows.indices(self.n_query)
         if step != 1:
             raise ValueError("rows are sliced in order: use a step of 1.")
-        last_key = self.pattern.shape[-1]
+        last_key = self.n_key
         if self.causal and self.self_attention:
             last_key = min(last_key, self.first + stop)
         new_keys: dict[str, Any] = {}
@@ -166,9 +210,11 @@ class Rows:
                 new_keys[name] = None if value is None else value[:, start:stop]
         elif start > 0:  # cross-attention keys arrive once, with the first rows
             new_keys = {"v": None, "k": None, "key_position": None}
+        held: Tensor | None = self.__dict__["pattern"]
         return replace(
             self,
-            pattern=self.pattern[..., start:stop, :last_key],
+            pattern=None if held is None else held[..., start:stop, :last_key],  # type: ignore[arg-type]
+            factors=None if self.factors is None else self.factors[start:stop],
             position=self.position[:, start:stop],
             first=self.first + start,
             tokens=None if self.tokens is None else self.tokens[:, :last_key],
@@ -197,14 +243,17 @@ class Rows:
             raise ValueError("the generation block needs prompt lengths, and these rows carry none.")
         if not (self.causal and self.self_attention):
             raise ValueError("the generation block is defined for causal self-attention only.")
-        batch, heads, _, n_key = self.pattern.shape
+        batch, heads, n_key, device = self.position.shape[0], self.n_head, self.n_key, self.position.device
         width = max(0, n_key - self.shortest_prompt)
         position = torch.where(self.valid, self.position - self.prompt_length[:, None], -1).clamp_min(-1)
-        key = torch.arange(width, device=self.pattern.device) + self.prompt_length[:, None]
-        inside = (key < n_key)[:, None, None, :] & (position >= 0)[:, None, :, None]
-        index = key.clamp(max=n_key - 1)[:, None, None, :].expand(batch, heads, self.n_query, width)
-        dtype = self.pattern.dtype if self.pattern.device.type == "mps" else torch.float64
-        block = self.pattern.gather(-1, index).to(dtype) * inside
+        key = torch.arange(width, device=device) + self.prompt_length[:, None]
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if width:
+            inside = (key < n_key)[:, None, None, :] & (position >= 0)[:, None, :, None]
+            index = key.clamp(max=n_key - 1)[:, None, None, :].expand(batch, heads, self.n_query, width)
+            block = self.pattern.gather(-1, index).to(dtype) * inside
+        else:  # nothing is generated yet, and the pattern of the prompt need not be computed for that
+            block = torch.zeros(batch, heads, self.n_query, 0, dtype=dtype, device=device)
         if renormalize:
             total = block.sum(-1, keepdim=True)
             block = torch.where(total > 0, block / total.clamp_min(torch.finfo(dtype).tiny), 0.0)

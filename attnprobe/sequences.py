@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class Plan:
         start: slot of the first new row; new: number of new rows (0: nothing new, ignore the forward).
         trace_from: first new row whose prefix is a step of the trace, None if none is.
         regenerate: the prompt has grown after generated rows were seen: what was kept of them is void.
+        masks: the host's masks of this forward that have been looked at (identity, window): layers share them.
     """
 
     fresh: bool
@@ -36,6 +37,7 @@ class Plan:
     new: int
     trace_from: int | None
     regenerate: bool = False
+    masks: set[tuple[int, int | None]] = field(default_factory=set)
 
 
 class Sequences:
@@ -251,16 +253,21 @@ class Sequences:
 
     # -- reading -------------------------------------------------------------------------------------------
 
-    def positions(self, start: int, new: int) -> Int[Tensor, "batch slot"]:
-        """Position of each of these slots, -1 for padding."""
-        if not self.padded:
-            return torch.arange(start, start + new, device=self.device).expand(self.batch, -1)
-        position = self._real[:, : start + new].cumsum(1)[:, start:] - 1
-        return torch.where(self._real[:, start : start + new], position, -1)
+    # A model may be spread over devices: each layer asks for its own.
 
-    def key_order(self, slots: int) -> tuple[Int[Tensor, "batch key"], Bool[Tensor, "batch key"]]:
+    def positions(self, start: int, new: int, device: torch.device | None = None) -> Int[Tensor, "batch slot"]:
+        """Position of each of these slots, -1 for padding."""
+        device = self.device if device is None else device
+        if not self.padded:
+            return torch.arange(start, start + new, device=device).expand(self.batch, -1)
+        real = self._real[:, : start + new].to(device)
+        return torch.where(real[:, start:], real.cumsum(1)[:, start:] - 1, -1)
+
+    def key_order(
+        self, slots: int, device: torch.device | None = None
+    ) -> tuple[Int[Tensor, "batch key"], Bool[Tensor, "batch key"]]:
         """For the first `slots` slots: the slot of each position, and which positions are real."""
-        real = self._real[:, :slots]
+        real = self._real[:, :slots].to(self.device if device is None else device)
         order = torch.argsort(~real, dim=1, stable=True)[:, : self.width]
         return order, real.gather(1, order)
 
@@ -278,14 +285,14 @@ class Sequences:
             )
         return length
 
-    def tokens_by_position(self, slots: int) -> Int[Tensor, "batch key"] | None:
+    def tokens_by_position(self, slots: int, device: torch.device | None = None) -> Int[Tensor, "batch key"] | None:
         """Token ids by position, -1 where there is none."""
         if self.tokens is None:
             return None
-        tokens = self.tokens[:, :slots]
+        tokens = self.tokens[:, :slots].to(self.device if device is None else device)
         if not self.padded:
             return tokens
-        order, real = self.key_order(slots)
+        order, real = self.key_order(slots, device)
         return torch.where(real, tokens.gather(1, order), -1)
 
 

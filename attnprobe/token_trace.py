@@ -29,7 +29,7 @@ class TokenTrace:
 
     def update(self, logits: Float[Tensor, "batch row vocab"], plan: Plan, sequences: Sequences) -> None:
         """Take the logits of one forward; a host may give those of its last rows only."""
-        by_position = sequences.tokens_by_position(sequences.seen)
+        by_position = sequences.tokens_by_position(sequences.seen, logits.device)
         if by_position is None:
             raise ValueError("token probabilities need token ids, and the model was given embeddings.")
         self._resolve_pending(plan, sequences)
@@ -40,7 +40,7 @@ class TokenTrace:
         for low in range(first, plan.new, _ROWS_AT_ONCE):
             high = min(low + _ROWS_AT_ONCE, plan.new)
             rows = logits[:, logits.shape[1] - plan.new + low : logits.shape[1] - plan.new + high]
-            self._take(rows, sequences.positions(plan.start, plan.new)[:, low:high], by_position)
+            self._take(rows, sequences.positions(plan.start, plan.new, logits.device)[:, low:high], by_position)
 
     def resolve(self, tokens: Int[Tensor, "batch"]) -> None:
         """Say which token each sequence chose last."""
@@ -84,7 +84,7 @@ class TokenTrace:
     def _resolve_pending(self, plan: Plan, sequences: Sequences) -> None:
         """The first new slot holds the token that the pending rows chose, even where its own row does not count."""
         if self._pending is not None and self._pending_position is not None and sequences.tokens is not None:
-            token = sequences.tokens[:, plan.start, None]
+            token = sequences.tokens[:, plan.start, None].to(self._pending.device)
             self._fill(self._pending_position, self._pending.gather(1, token))
 
     def _fill(self, position: Tensor, log_probability: Tensor) -> None:

@@ -1,11 +1,13 @@
-"""Checks made once, on the first forward after attaching: is a hook what its name says?"""
+"""Checks on what a host shows: is a hook what its name says, and is a mask the one that positions imply?"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from attnprobe.hosts.base import Attention
 from attnprobe.rows import Rows
+from attnprobe.sequences import Plan, Sequences
 
 
 def verify_parts(site: str, parts: dict[str, Tensor], heads: tuple[int, ...] | None) -> None:
@@ -48,10 +50,10 @@ def verify_outputs(site: str, rows: Rows) -> None:
     if rows.z is None or rows.v is None or rows.kv_head is None or rows.key_position is None:
         return
     real = torch.where((rows.key_position >= 0)[:, :, None, None], rows.v, 0.0)[:, :, rows.kv_head]
-    last = rows.position[:, -1] == rows.pattern.shape[-1] - 1  # sequences whose keys are all in this forward
+    last = rows.position[:, -1] == rows.n_key - 1  # sequences whose keys are all in this forward
     if not bool(last.any()) or not rows.self_attention:
         return
-    row = rows.pattern[last][:, :, -1]
+    row = rows[rows.n_query - 1 :].pattern[last][:, :, -1]
     v = real[last]
     if v.shape[1] != row.shape[-1]:  # padded keys among the values: put them at their positions
         v = torch.stack([sequence[p >= 0] for sequence, p in zip(v, rows.key_position[last], strict=True)])
@@ -60,10 +62,47 @@ def verify_outputs(site: str, rows: Rows) -> None:
     gap = (expected - found).abs().amax()
     if bool(gap > 2e-2 * expected.abs().amax().clamp_min(1e-6)):
         raise ValueError(
-            f"hook_z of {site} is not the pattern times the values (off by {float(gap):.3g}): the architecture gates "
-            "or mixes head outputs, so their split into mean and routing would be wrong. Drop the analyzers that "
-            "need z and v, or name other layers."
+            f"the output z of {site} is not the pattern times the values (off by {float(gap):.3g}): the architecture "
+            "gates or mixes head outputs, or attends by another rule than softmax(q k^T), so what is computed from "
+            "them would be wrong. Drop the analyzers that need z and v, or name other layers."
         )
+
+
+def verify_mask(site: str, attention: Attention, sequences: Sequences, plan: Plan) -> None:
+    """Check that rows see what their positions imply: earlier real tokens within the window, and themselves.
+
+    Layers share masks, and `plan.masks` says which were looked at.
+
+    Raises:
+        ValueError: another mask, such as one of the user's own.
+    """
+    mask, window = attention.mask, attention.window
+    if mask is None:  # plain causal: nothing is padding, and no window is narrower than the keys
+        if sequences.padded and bool((sequences.positions(plan.start, plan.new) < 0).any()):
+            raise ValueError(f"{site} attends without a mask and the batch is padded, so padding is taken for text.")
+        return
+    if (id(mask), window) in plan.masks:
+        return
+    plan.masks.add((id(mask), window))
+    device, seen = mask.device, plan.start + plan.new
+    query = sequences.positions(plan.start, plan.new, device)
+    key = sequences.positions(0, seen, device)[:, -mask.shape[-1] :]
+    for low in range(0, plan.new, _MASK_ROWS):
+        rows = query[:, low : low + _MASK_ROWS, None]
+        expected = (key[:, None] >= 0) & (key[:, None] <= rows)
+        if window is not None:
+            expected &= key[:, None] > rows - window
+        given = mask[:, 0, plan.skip :][:, low : low + _MASK_ROWS, :seen]
+        allowed = given if given.dtype == torch.bool else given == 0
+        if bool(((allowed != expected) & (rows >= 0)).any()):
+            raise ValueError(
+                f"{site} attends by a mask that is not plain causal{'' if window is None else f' within {window} keys'}"
+                ", so its pattern cannot be told from queries and keys: call model.set_attn_implementation('eager'), "
+                "or load the model as a TransformerBridge."
+            )
+
+
+_MASK_ROWS = 256
 
 
 def _shape(site: str, part: str, value: Tensor, expected: str) -> str:

@@ -4,6 +4,7 @@ from attnprobe.analyzers.asymmetry import Asymmetry
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.analyzers.lookback import PreviousTokenAttention, SelfAttention
 from attnprobe.analyzers.routing import MeanRoutingSplit
+from attnprobe.analyzers.screened import ScreenedTDO
 from attnprobe.analyzers.spectral_entropy import SpectralEntropyBound
 from attnprobe.analyzers.tdo import TDO, IntrinsicTDO
 from attnprobe.analyzers.transport import TransportCapacity
@@ -15,6 +16,7 @@ __all__ = [
     "IntrinsicTDO",
     "MeanRoutingSplit",
     "PreviousTokenAttention",
+    "ScreenedTDO",
     "SelfAttention",
     "SpectralEntropyBound",
     "TransportCapacity",

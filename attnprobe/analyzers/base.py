@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -43,14 +44,23 @@ class Analyzer:
     Args:
         trace: also keep the value at every step (for generation: the prefix that chose each token), in
             addition to the final one.
+        stride: compute the trace at every stride-th step only, from the first one on, and hold it between.
+
+    Raises:
+        ValueError: a stride that is no whole number of at least 1.
     """
 
     needs: tuple[str, ...] = ("pattern",)
     variables: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     trace: bool = False
+    stride: int = 1
+    only_traces: bool = False  # `compute` has nothing to say
 
-    def __init__(self, *, trace: bool = False) -> None:
+    def __init__(self, *, trace: bool = False, stride: int = 1) -> None:
+        if isinstance(stride, bool) or not isinstance(stride, Integral) or stride < 1:
+            raise ValueError(f"stride={stride!r}: use a whole number of steps, at least 1.")
         self.trace = trace
+        self.stride = int(stride)
 
     # -- what a subclass writes ---------------------------------------------------------------------------
 
@@ -146,6 +156,10 @@ class Analyzer:
             values.append(replay.compute())
         wanted = [name for name, value in values[0].items() if value.ndim == 2]
         return {name: torch.stack([value[name] for value in values], -1) for name in wanted}
+
+    def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
+        """Traces that are known only once all rows have come: the values at every row that `trace_rows` was shown."""
+        return {}
 
     @property
     def _statistics(self) -> dict[Any, Statistic]:

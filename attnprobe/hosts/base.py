@@ -42,6 +42,28 @@ class Site:
         return "encoder" if self.kind == "bidirectional" else "decoder"
 
 
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """What one attention computed in one forward, where the host makes no pattern: softmax(scaling q k^T).
+
+    Attributes:
+        q: [batch, head, query, d] queries after any rotary embedding.
+        k, v: [batch, kv_head, key, d] keys (likewise) and values, past ones included; the last ones of a sliding cache.
+        z: [batch, query, head, d] head outputs.
+        scaling: what q k^T is multiplied by.
+        window: how many keys a row sees at most, its own included; None for all.
+        mask: [batch or 1, 1, query, key] what the host masked by, boolean or additive; None for plain causal.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    scaling: float
+    window: int | None = None
+    mask: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Stream:
     """The tokens one side of a forward was given: [batch, new] ids and the mask over all slots, past ones included."""
@@ -89,6 +111,9 @@ class Listener(Protocol):
 
     def on_part(self, site: Site, part: str, value: Tensor) -> None:
         """Something passes at a site, a part being a key of `HOOKS`."""
+
+    def on_attention(self, site: Site, attention: Attention) -> None:
+        """An attention was computed at a site, without a pattern; it stands for all parts."""
 
     def on_logits(self, logits: Tensor) -> None:
         """The forward gave these next-token logits [batch, query, vocab]."""

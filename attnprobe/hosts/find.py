@@ -6,18 +6,20 @@ from typing import Any
 
 from attnprobe.hosts.base import Host
 from attnprobe.hosts.transformer_lens import HookedHost
+from attnprobe.hosts.transformers import TransformersHost
 
 
 def host_of(model: Any) -> Host:
     """The host of a model.
 
     Raises:
-        TypeError: the model offers no named hook points.
+        TypeError: the model offers neither named hook points nor the attention interface of transformers.
     """
     if isinstance(getattr(model, "hook_dict", None), dict):
         return HookedHost(model)
+    if hasattr(getattr(model, "config", None), "_attn_implementation_internal"):
+        return TransformersHost(model)
     raise TypeError(
-        f"a probe attaches to models with named hook points (`hook_dict`), such as a TransformerBridge, a "
-        f"HookedTransformer or any HookedRootModule; {type(model).__name__} has none. "
-        "attnprobe.load_model(model) wraps a transformers model."
+        f"a probe attaches to a transformers model, or to one with named hook points (`hook_dict`) such as a "
+        f"TransformerBridge, a HookedTransformer or any HookedRootModule; {type(model).__name__} is neither."
     )

@@ -116,7 +116,7 @@ def _generation(
 ) -> Generation:
     given = _arguments(method, args, kwargs)
     # the loop of transformers reads settings that TransformerLens's own loop does not
-    of_transformers = method.__name__ == "hf_generate" or holder is not model
+    of_transformers = method.__name__ == "hf_generate" or holder is not model or not hasattr(model, "hook_dict")
     config = getattr(getattr(model, "original_model", model), "generation_config", None)
     configs = [given.get("generation_config"), config] if of_transformers else []
     _refuse_beams(given, configs)

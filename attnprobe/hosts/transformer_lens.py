@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from attnprobe.hosts.base import HOOKS, Call, Listener, Site, Stream
+from attnprobe.hosts.calls import listen_to_module
 from attnprobe.hosts.generation import listen_to_generate
 
 # TransformerLens counts nested contexts with small positive levels; ours never meet them.
@@ -131,11 +132,11 @@ class HookedHost:
     def _listen_to_calls(self, listener: Listener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
         original = _original_model(self.model)
         if original is not None:
-            return _listen_to_module(original, listener, go_last, logits=logits)
+            return listen_to_module(original, listener, go_last, logits=logits)
         blocks = getattr(self.model, "blocks", None)
         if isinstance(blocks, nn.ModuleList) and hasattr(self.model, "embed"):
             return _listen_to_blocks(self.model, blocks, listener, go_last, logits=logits)
-        return _listen_to_module(self.model, listener, go_last, logits=logits)
+        return listen_to_module(self.model, listener, go_last, logits=logits)
 
     def _site(self, hook_name: str) -> Site:
         name = hook_name[: -len(HOOKS["pattern"]) - 1]
@@ -216,61 +217,6 @@ def _nothing_matches(select: str | Callable[[str], bool], names: list[str]) -> s
         f"{what} matches none of the {len(names)} pattern hooks of this model; near it: {', '.join(near)}. "
         "Patterns are globs such as 'blocks.*.attn.hook_pattern'."
     )
-
-
-def _listen_to_module(module: nn.Module, listener: Listener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
-    """A module whose forward is called with tokens, mask and cache as arguments."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        go_last()
-        listener.on_call(_call_of(args, kwargs))
-
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if logits:
-            listener.on_logits(_logits_of(output))
-        listener.on_call_end(getattr(output, "past_key_values", None))
-
-    return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, with_kwargs=True),
-    ]
-
-
-def _call_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    tokens = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.ndim != 2:
-        tokens = None
-    mask = kwargs.get("attention_mask")
-    cache = kwargs.get("past_key_values")
-    past = _cached(cache)
-    if "decoder_input_ids" in kwargs or "encoder_outputs" in kwargs:
-        return Call(
-            decoder=Stream(kwargs.get("decoder_input_ids"), kwargs.get("decoder_attention_mask"), past, cache),
-            encoder=Stream(tokens, mask, 0),
-        )
-    stream = Stream(tokens, mask, past, cache)
-    return Call(decoder=stream, encoder=Stream(tokens, mask, 0))
-
-
-def _cached(cache: Any) -> int | None:
-    """Tokens a transformers cache holds."""
-    if cache is None:
-        return 0
-    if hasattr(cache, "get_seq_length"):
-        return int(cache.get_seq_length())
-    return None
-
-
-def _logits_of(output: Any) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if isinstance(logits, tuple):
-        logits = logits[0]
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        raise ValueError(
-            "token probabilities were asked for and this model's forward returns no next-token logits "
-            "[batch, query, vocab]."
-        )
-    return logits
 
 
 def _listen_to_blocks(

@@ -40,10 +40,10 @@ class ValueNorms(Statistic):
             if rows.self_attention:
                 raise ValueError("values are needed and these rows carry none: pass v (the hook `hook_v`).")
             return
-        self._kv_head, self._n_heads = rows.kv_head, rows.pattern.shape[1]
+        self._kv_head, self._n_heads = rows.kv_head, rows.n_head
         real = rows.key_position >= 0
         norms = torch.where(real[:, :, None], rows.v.square().sum(-1), 0.0).transpose(1, 2)
-        placed = norms.new_zeros((*norms.shape[:2], rows.pattern.shape[-1]))
+        placed = norms.new_zeros((*norms.shape[:2], rows.n_key))
         index = rows.key_position.clamp_min(0)[:, None].expand_as(norms)
         self._squared = padded_sum(self._squared, placed.scatter_add_(-1, index, norms))
 

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnprobe.analyzers import TDO, Analyzer, PreviousTokenAttention, SelfAttention
+from attnprobe.analyzers import TDO, Analyzer, PreviousTokenAttention, ScreenedTDO, SelfAttention
+from attnprobe.analyzers.screened import BLOCK_TIE, PREFIX_TIE
 from attnprobe.functional.recurrence import recurrent_log_confidence
+from attnprobe.functional.screening import first_largest
 from attnprobe.probe import middle_layers
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, LayerTrace, Method
@@ -49,6 +51,11 @@ class Recurrent(Method):
         layers = self._layer_numbers(evidence)
         heads = self.choose_heads(evidence, layers)
         signal = self.signals(evidence, layers)[np.arange(len(layers)), heads]
+        if np.isnan(signal[:, 1:]).any():
+            raise ValueError(
+                f"{self.name} has no signal of the head it reads at some step: let the probe follow one generation "
+                "as a whole, and pass as many tokens as were generated."
+            )
         weights = np.broadcast_to(self.log_weights(evidence), signal.shape)
         log_confidence = recurrent_log_confidence(
             torch.from_numpy(weights.copy()), torch.from_numpy(signal.copy()), self.alpha
@@ -88,6 +95,7 @@ class SAUQ(Recurrent):
         scope: "prefix" (default): the pattern of all tokens so far; "generation": the generation block alone.
         screen: "final" (default): heads are compared at the last step; "mean": over all steps.
         renormalize: rows of the generation block are made distributions again (default).
+        stride: compute the signal of the prefix at every stride-th token and hold it between; 1 is exact.
 
     Raises:
         ValueError: an unknown option.
@@ -108,6 +116,7 @@ class SAUQ(Recurrent):
         *,
         screen: str = "final",
         renormalize: bool = True,
+        stride: int = 1,
     ) -> None:
         super().__init__(alpha=alpha, layers=layers)
         if scope not in ("prefix", "generation"):
@@ -120,32 +129,34 @@ class SAUQ(Recurrent):
         self.renormalize = renormalize
         # TDO checks the measure; their names are how the traces are found
         block = "generation" if renormalize else "generation-raw"
-        self._prefix = TDO(measure, lambda2=False, trace=True)
         self._block = TDO(measure, scope=block, lambda2=False, trace=True)
+        self._screened = ScreenedTDO(measure, block=block, screen=screen, stride=stride)
+        self._prefix_name = TDO(measure).ratio_name
         self.name = "-".join(
             ["SAUQ"]
             + (["generation"] if scope == "generation" else [])
             + ([measure] if measure != "intrinsic" else [])
             + ([] if renormalize else ["raw"])
             + ([] if screen == "final" else ["mean"])
+            + ([] if stride == 1 else [f"stride{stride}"])
         )
 
     def analyzers(self) -> list[Analyzer]:
-        return [self._prefix, self._block]
+        return [self._screened]
 
     def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
-        source = self._prefix if self.scope == "prefix" else self._block
-        return evidence.trace(source.ratio_name, layers)[..., : evidence.n_tokens]
+        name = self._prefix_name if self.scope == "prefix" else self._block.ratio_name
+        return evidence.trace(name, layers)[..., : evidence.n_tokens]
 
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         n = evidence.n_tokens
         if n == 1:  # the prefix ratio is float32
-            return _first_largest(evidence.trace(self._prefix.ratio_name, layers)[..., 0], 1e-6)
+            return _first_largest(evidence.trace(self._prefix_name, layers)[..., 0], PREFIX_TIE)
         if self.screen == "final":
             ratio = evidence.trace(self._block.ratio_name, layers)[..., n - 1]
         else:
             ratio = evidence.trace(self._block.ratio_name, layers)[..., 1:n].mean(-1)
-        return _first_largest(ratio, 1e-9)
+        return _first_largest(ratio, BLOCK_TIE)
 
 
 class RAUQ(Recurrent):
@@ -209,6 +220,5 @@ class RAUQ(Recurrent):
 
 def _first_largest(values: np.ndarray, tolerance: float) -> np.ndarray:
     """[layer] lowest head whose value [layer, head] is the largest but for rounding."""
-    largest = values.max(-1, keepdims=True)
-    first: np.ndarray = (values >= largest - tolerance * np.abs(largest)).argmax(-1)
+    first: np.ndarray = first_largest(torch.from_numpy(values.copy()), tolerance).numpy()
     return first

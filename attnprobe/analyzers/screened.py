@@ -1,0 +1,220 @@
+"""Participation ratios of the prefix for one head a layer: the one whose generation block has the largest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnprobe.analyzers.base import Analyzer
+from attnprobe.analyzers.tdo import TDO
+from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.functional.screening import first_largest
+from attnprobe.rows import Rows
+from attnprobe.state.statistic import StatisticPool
+
+# The generation block is float64, the prefix of the one-token case float32.
+BLOCK_TIE, PREFIX_TIE = 1e-9, 1e-6
+# Entries of the Gram matrices that are held at once while the chosen heads are replayed.
+_GRAM_ENTRIES = 1 << 25
+
+
+class ScreenedTDO(Analyzer):
+    """Traces for SAUQ: participation ratio of the generation block of every head, and of the prefix of the chosen one.
+
+    Which head is chosen is known at the end. Where the host shows queries and keys, they are kept (O(n d) a head), and
+    at the end the rows of the chosen head alone are computed again, one head of one layer at a time, so that nothing
+    of O(n^2) is held for the heads that lose. Their prefix ratios are NaN. Where the host makes patterns, all heads are
+    followed as they come, and all have a prefix ratio.
+
+    Results are traces only, named as those of `TDO`: `participation_ratio`, `participation_ratio_generation`, ...
+
+    Args:
+        measure: as in `TDO`.
+        block: "generation" (rows renormalised) or "generation-raw".
+        screen: heads are compared at the last step ("final") or by their mean over steps ("mean").
+        stride: the prefix ratio is computed at every stride-th step and held between; the block at every step.
+
+    Source: [SG] arXiv 2610.06012, SAUQ.
+    """
+
+    only_traces = True
+
+    def __init__(
+        self, measure: str = "intrinsic", *, block: str = "generation", screen: str = "final", stride: int = 1
+    ) -> None:
+        super().__init__(trace=True)
+        self.measure = measure
+        self.block = block
+        self.screen = screen
+        self.prefix_stride = stride
+        self._prefix_tdo = TDO(measure, lambda2=False, trace=True)
+        self._prefix_tdo.stride = Analyzer(stride=stride).stride
+        self._block_tdo = TDO(measure, scope=block, lambda2=False, trace=True)
+        self.needs = self._prefix_tdo.needs
+        self._kept = _Kept()
+
+    @property
+    def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override] # names depend on the settings here
+        """Descriptions of the results."""
+        return {**self._prefix_tdo.variables, **self._block_tdo.variables}
+
+    def start(self, pool: StatisticPool | None = None, leverage: Tensor | None = None) -> ScreenedTDO:
+        fresh = super().start(pool, leverage)
+        fresh._kept = _Kept()
+        return fresh
+
+    def reset(self) -> None:
+        super().reset()
+        self._kept = _Kept()
+
+    def merge(self, other: Analyzer) -> None:
+        raise TypeError("ScreenedTDO keeps rows in their order, so that of other rows cannot be merged into it.")
+
+    def update(self, rows: Rows) -> None:
+        if rows.serial != self._kept.traced_serial:  # `trace_rows` has taken those
+            self._take(rows, traced=False)
+
+    def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
+        """Nothing yet: see `late_trace`."""
+        self._kept.traced_serial = rows.serial
+        self._take(rows, traced=True)
+        return {}
+
+    def compute(self) -> dict[str, Tensor]:
+        return {}
+
+    def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
+        kept = self._kept
+        if kept.tracer is not None:
+            return kept.tracer.values(0)[0]
+        if not kept.traced:
+            return {}
+        rows = kept.traced_rows()
+        block = self._trace_of(self._block_tdo, rows, untraced=0)[self._block_tdo.ratio_name]
+        prefix = torch.full(block.shape, torch.nan, dtype=rows.factors_or_raise.dtype, device=block.device)
+        for chosen in self._candidates(block, rows):
+            self._replay(prefix, chosen)
+        return {self._prefix_tdo.ratio_name: prefix, self._block_tdo.ratio_name: block}
+
+    # -- rows as they come ------------------------------------------------------------------------------------
+
+    def _take(self, rows: Rows, *, traced: bool) -> None:
+        kept = self._kept
+        if rows.factors is not None:
+            kept.take(rows, traced=traced)
+            return
+        if kept.tracer is None:
+            kept.analyzers = [self._prefix_tdo.start(StatisticPool(), self.leverage)]
+        if kept.tracer is None or (kept.traced and not traced):  # the prompt begins, or has grown
+            kept.analyzers[1:] = [self._block_tdo.start(StatisticPool(), self.leverage)]
+            kept.tracer = Tracer(kept.analyzers)
+        kept.traced = kept.traced + 1 if traced else 0
+        feed(rows, kept.analyzers, kept.tracer, untraced=0 if traced else rows.n_query)
+
+    # -- at the end -------------------------------------------------------------------------------------------
+
+    def _candidates(self, block: Float[Tensor, "batch head row"], rows: Rows) -> list[Int[Tensor, "batch"]]:
+        """Heads to replay: those that the last step chooses, and those that the step before it does.
+
+        The row of the last generated token itself may have been read too, and then it is not a step.
+        """
+        assert rows.prompt_length is not None
+        step = torch.where(rows.valid, rows.position - rows.prompt_length[:, None] + 2, 0).clamp_min(0)
+        last = step.amax(1)
+        if bool((last <= 2).any()):  # a single token is told by the prefix itself: all heads
+            heads = torch.arange(block.shape[1], device=block.device)
+            return [head.expand(block.shape[0]) for head in heads]
+        choices = [self._choice(block, step, last - back) for back in (0, 1)]
+        return choices if bool((choices[0] != choices[1]).any()) else choices[:1]
+
+    def _choice(self, block: Tensor, step: Int[Tensor, "batch row"], last: Int[Tensor, "batch"]) -> Tensor:
+        counted = step == last[:, None] if self.screen == "final" else (step >= 2) & (step <= last[:, None])
+        counted = counted[:, None]
+        mean = torch.where(counted, block, 0.0).sum(-1) / counted.sum(-1)
+        return first_largest(mean, BLOCK_TIE)
+
+    def _replay(self, prefix: Float[Tensor, "batch head row"], chosen: Int[Tensor, "batch"]) -> None:
+        """Fill in the prefix ratios of one head of each sequence."""
+        kept = self._kept
+        n_key = kept.last.n_key
+        size = max(1, _GRAM_ENTRIES // n_key**2)
+        for low in range(0, len(chosen), size):
+            some = torch.arange(low, min(low + size, len(chosen)), device=chosen.device)
+            rows = kept.rows_of_head(some, chosen[some])
+            untraced = rows.n_query - prefix.shape[-1]
+            values = self._trace_of(self._prefix_tdo, rows, untraced)[self._prefix_tdo.ratio_name]
+            prefix[some, chosen[some]] = values[:, 0]
+
+    def _trace_of(self, tdo: TDO, rows: Rows, untraced: int) -> dict[str, Tensor]:
+        fresh = tdo.start(StatisticPool(), self.leverage)
+        tracer = Tracer([fresh])
+        feed(rows, [fresh], tracer, untraced)
+        return tracer.values(rows.position.shape[0])[0]
+
+
+@dataclass
+class _Kept:
+    """What is kept of the rows: queries by chunk, keys as of the last one; or the analyzers that take patterns."""
+
+    chunks: list[Rows] = field(default_factory=list)
+    traced: int = 0  # how many of the last chunks are traced
+    traced_serial: int | None = None
+    tracer: Tracer | None = None
+    analyzers: list[TDO] = field(default_factory=list)
+
+    @property
+    def last(self) -> Rows:
+        return self.chunks[-1]
+
+    def take(self, rows: Rows, *, traced: bool) -> None:
+        if self.chunks:  # older keys are a part of the newer ones
+            self.chunks[-1] = _without_keys(self.chunks[-1])
+        self.chunks.append(replace(rows, pattern=None, z=None, v=None, k=None))  # type: ignore[arg-type] # computed
+        self.traced = self.traced + 1 if traced else 0
+
+    def traced_rows(self) -> Rows:
+        return self._joined(self.chunks[len(self.chunks) - self.traced :], None, None)
+
+    def rows_of_head(self, sequences: Int[Tensor, "sequence"], heads: Int[Tensor, "sequence"]) -> Rows:
+        """All rows of one head of some sequences, as a batch of one head."""
+        return self._joined(self.chunks, sequences, heads)
+
+    def _joined(self, chunks: list[Rows], sequences: Tensor | None, heads: Tensor | None) -> Rows:
+        factors = [chunk.factors_or_raise for chunk in chunks]
+        last = self.last.factors_or_raise
+        pick = slice(None) if sequences is None else sequences
+        if sequences is None or heads is None:
+            q, k, kv_head = torch.cat([f.q for f in factors], 2), last.k, last.kv_head
+        else:
+            kv_head_of = torch.tensor(last.kv_head, device=heads.device)[heads]
+            q = torch.cat([f.q[sequences, heads] for f in factors], 1).unsqueeze(1)
+            k, kv_head = last.k[sequences, kv_head_of].unsqueeze(1), (0,)
+        joined = replace(
+            last,
+            q=q,
+            k=k,
+            kv_head=kv_head,
+            position=torch.cat([chunk.position for chunk in chunks], 1)[pick],
+            first=chunks[0].first,
+            padded=any(f.padded for f in factors),
+        )
+        tokens, prompt = self.last.tokens, self.last.prompt_length
+        return Rows(
+            pattern=None,  # type: ignore[arg-type] # computed from the factors
+            factors=joined,
+            position=joined.position,
+            first=joined.first,
+            prompt_length=None if prompt is None else prompt[pick],
+            shortest_prompt=self.last.shortest_prompt,
+            tokens=None if tokens is None else tokens[pick],
+        )
+
+
+def _without_keys(rows: Rows) -> Rows:
+    factors = rows.factors_or_raise
+    batch, kv_heads, _, d = factors.k.shape
+    bare = replace(factors, k=factors.k.new_empty(batch, kv_heads, 0, d))  # a slice would hold on to them
+    return replace(rows, pattern=None, factors=bare)  # type: ignore[arg-type] # never asked for

@@ -1,0 +1,147 @@
+"""Feeding rows to analyzers: in blocks where only the final value is wanted, prefix by prefix where it is traced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnprobe.analyzers.base import Analyzer
+from attnprobe.functional.gram import ROWS_PER_PASS
+from attnprobe.rows import Rows
+
+# Entries [batch, head, query, key] of a block of rows, and the rows that a block has at least: blocks stay in the
+# processor's cache while one statistic after another reads them, and nothing of the size of a pattern is made.
+BLOCK_ENTRIES = 1 << 21
+BLOCK_ROWS = 64
+
+
+def feed(rows: Rows, analyzers: Sequence[Analyzer], tracer: Tracer, untraced: int) -> None:
+    """Let analyzers take rows, the first `untraced` of them in blocks, the others one prefix after another."""
+    size = _block_rows(rows)
+    for low in range(0, untraced, size):
+        block = rows if size >= untraced == rows.n_query else rows[low : min(low + size, untraced)]
+        for analyzer in analyzers:
+            analyzer.update(block)
+    if untraced < rows.n_query:
+        tracer.take(rows[untraced : rows.n_query] if untraced else rows, analyzers)
+
+
+def _block_rows(rows: Rows) -> int:
+    """How many rows go on together. What looks ahead pairs rows with later ones: it goes on whole."""
+    if not rows.causal:
+        return max(1, rows.n_query)
+    return max(BLOCK_ROWS, BLOCK_ENTRIES // max(1, rows.position.shape[0] * rows.n_head * rows.n_key))
+
+
+class Tracer:
+    """The traces of the analyzers of one site.
+
+    An analyzer with `stride` k is asked at every k-th step of each sequence, from its first one on; between them its
+    last value stands.
+    """
+
+    def __init__(self, analyzers: Sequence[Analyzer]) -> None:
+        self._traced = [analyzer for analyzer in analyzers if analyzer.trace]
+        self._values: list[dict[str, Tensor]] = []
+        self._position: list[Int[Tensor, "batch row"]] = []
+        self._strided: set[str] = set()
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is traced."""
+        return bool(self._traced)
+
+    def take(self, rows: Rows, analyzers: Sequence[Analyzer]) -> None:
+        """Trace rows and let all analyzers take them in."""
+        asked = {stride: _asked(rows, stride) for stride in {analyzer.stride for analyzer in self._traced}}
+        for low, high in _cuts(rows.n_query, asked):
+            part = rows[low:high]
+            values: dict[str, Tensor] = {}
+            for analyzer in self._traced:
+                traced = _trace(analyzer, part, asked[analyzer.stride], low)
+                self._strided |= set(traced) if analyzer.stride > 1 else set()
+                values |= traced
+            self._values.append(values)
+            self._position.append(part.position)
+            for analyzer in analyzers:
+                analyzer.update(part)
+
+    def values(self, batch: int) -> tuple[dict[str, Float[Tensor, "batch head row"]], Int[Tensor, "batch row"]]:
+        """Every traced variable and the positions of the rows."""
+        if not self._values:
+            return {}, torch.zeros(batch, 0, dtype=torch.int64)
+        position = torch.cat(self._position, 1)
+        rows = [part.shape[1] for part in self._position]
+        trace = {}
+        for name in dict.fromkeys(name for part in self._values for name in part):
+            trace[name] = _joined([part.get(name) for part in self._values], rows)
+            if name in self._strided:
+                trace[name] = _held(trace[name])
+        for analyzer in self._traced:
+            trace |= analyzer.late_trace()
+        return trace, position
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Rows [batch, query] at which a value is asked for, and which of them are so for some sequence."""
+
+    mask: Tensor
+    rows: frozenset[int]
+
+
+def _asked(rows: Rows, stride: int) -> _Asked | None:
+    """The rows of every stride-th step; None for all rows."""
+    if stride == 1:
+        return None
+    step = rows.position if rows.prompt_length is None else rows.position - rows.prompt_length[:, None] + 1
+    mask = (step % stride == 0) & (step >= 0) & rows.valid
+    return _Asked(mask, frozenset(mask.any(0).nonzero().flatten().tolist()))
+
+
+def _cuts(n_rows: int, asked: dict[int, _Asked | None]) -> list[tuple[int, int]]:
+    """Chunks of rows: a row that is asked for at a stride begins one."""
+    begins = {0, n_rows}
+    for some in asked.values():
+        begins |= some.rows if some is not None else frozenset()
+    ordered = sorted(begins)
+    size = ROWS_PER_PASS if None in asked.values() else n_rows  # only rows that are traced need small chunks
+    return [
+        (low, min(low + size, stop)) for start, stop in itertools.pairwise(ordered) for low in range(start, stop, size)
+    ]
+
+
+def _trace(analyzer: Analyzer, part: Rows, asked: _Asked | None, low: int) -> dict[str, Tensor]:
+    """The values of a chunk's rows; with a stride, of its first one alone, and NaN at the others."""
+    if asked is None:
+        return analyzer.trace_rows(part)
+    if low not in asked.rows:
+        return {}
+    first = torch.arange(part.n_query, device=part.position.device) == 0
+    wanted = (asked.mask[:, low : low + 1] & first)[:, None]
+    values = analyzer.trace_rows(part[:1])
+    return {name: torch.where(wanted, value, torch.nan) for name, value in values.items()}
+
+
+def _joined(parts: Sequence[Tensor | None], rows: Sequence[int]) -> Float[Tensor, "batch head row"]:
+    """All chunks of one variable; NaN where one has no value."""
+    like = next(part for part in parts if part is not None)
+    return torch.cat(
+        [
+            like.new_full((*like.shape[:2], n), torch.nan) if part is None else part
+            for part, n in zip(parts, rows, strict=True)
+        ],
+        -1,
+    )
+
+
+def _held(value: Float[Tensor, "batch head row"]) -> Float[Tensor, "batch head row"]:
+    """NaN entries take the last value before them."""
+    row = torch.arange(value.shape[-1], device=value.device).expand_as(value)
+    last = torch.where(value.isnan(), -1, row).cummax(-1).values
+    return torch.where(last >= 0, value.gather(-1, last.clamp_min(0)), torch.nan)

@@ -1,0 +1,244 @@
+"""Plain transformers models: attention is seen through the library's own attention interface.
+
+The models look their attention function up by the name in their configuration. While a probe watches, the name is
+one of ours: a function that calls the model's own and passes on what it was given, queries and keys after the rotary
+embedding, so that nothing [query, key] is ever made. A model on eager attention makes patterns anyway, and those are
+passed on as they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnprobe.hosts.base import HOOKS, Attention, Listener, Site
+from attnprobe.hosts.calls import listen_to_module
+from attnprobe.hosts.generation import listen_to_generate
+
+_PREFIX = "attnprobe_"
+# Implementations whose arithmetic is known to be softmax(scaling q k^T) under a mask that can be looked at.
+_SEEN = ("sdpa", "eager")
+# What an analyzer may ask for here.
+_PARTS = ("pattern", "z", "v")
+
+
+class TransformersHost:
+    """A `PreTrainedModel`: a decoder whose attention goes through `AttentionInterface`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._modules = {
+            Site(name=f"blocks.{module.layer_idx}.attn", stack="blocks", layer=int(module.layer_idx)): module
+            for module in model.modules()
+            if _is_causal_attention(module)
+        }
+
+    @property
+    def n_layers(self) -> int | None:
+        return getattr(self._config, "num_hidden_layers", None)
+
+    @property
+    def n_heads(self) -> int | None:
+        heads = getattr(self._config, "num_attention_heads", None)
+        return heads if isinstance(heads, int) else None
+
+    @property
+    def pad_token(self) -> int | None:
+        tokenizer = getattr(self.model, "tokenizer", None)
+        return getattr(tokenizer if tokenizer is not None else self.model.config, "pad_token_id", None)
+
+    @property
+    def vocabulary(self) -> int | None:
+        return getattr(self._config, "vocab_size", None)
+
+    @property
+    def context(self) -> int | None:
+        return getattr(self._config, "max_position_embeddings", None)
+
+    @property
+    def _config(self) -> Any:
+        return self.model.config.get_text_config()
+
+    def unembedding(self) -> Tensor:
+        head = self.model.get_output_embeddings()
+        if head is None:
+            raise ValueError("the measure 'unembedding' needs an unembedding matrix, and this model shows none.")
+        weight: Tensor = head.weight
+        return weight
+
+    def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
+        matches = select if callable(select) else (lambda name: fnmatch.fnmatchcase(name, select))
+        names = {f"{site.name}.{HOOKS['pattern']}": site for site in self._modules}
+        chosen = [site for name, site in names.items() if matches(name)]
+        if not names:
+            raise ValueError(
+                f"{type(self.model).__name__} has no causal self-attention that goes through the attention interface "
+                "of transformers, so there is nothing to watch; attnprobe.load_model(model) may make a "
+                "TransformerBridge of it."
+            )
+        if not chosen:
+            near = difflib.get_close_matches(str(select), names, n=3, cutoff=0.0)
+            raise ValueError(
+                f"{select!r} matches no attention of this model; near it: {', '.join(near)}. A plain transformers "
+                "model shows the self-attention of its decoder only; a TransformerBridge shows more."
+            )
+        return sorted(chosen, key=lambda site: site.layer)
+
+    def decode(self, tokens: Tensor, mask: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            raise TypeError("answers are scored on decoder-only models; this one has an encoder.")
+        output = self.model(
+            input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep
+        )
+        return output.logits, output.past_key_values
+
+    @contextmanager
+    def watch(self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool) -> Iterator[None]:
+        unknown = sorted(set(parts) - set(_PARTS))
+        if unknown:
+            raise ValueError(
+                f"an analyzer needs {', '.join(unknown)}, and a plain transformers model shows its attention function "
+                "only: pattern, z and v. Load the model as a TransformerBridge (attnprobe.load_model) for the rest."
+            )
+        with ExitStack() as stack:
+            for site in sites:
+                module = self._modules[site]
+                stack.enter_context(_watching(module, _Ear(listener, site, tuple(parts))))
+            for handle in listen_to_module(self.model, listener, lambda: None, logits=logits):
+                stack.callback(handle.remove)
+            stack.enter_context(listen_to_generate(self.model, listener))
+            yield
+
+
+def _is_causal_attention(module: nn.Module) -> bool:
+    """By what the library's attention modules have in common."""
+    return (
+        "Attention" in type(module).__name__
+        and isinstance(getattr(module, "layer_idx", None), int)
+        and getattr(module, "is_causal", False) is True
+        and not getattr(module, "is_cross_attention", False)
+        and hasattr(getattr(module, "config", None), "_attn_implementation_internal")
+    )
+
+
+@dataclass(frozen=True)
+class _Ear:
+    """Who listens at which site, and for what."""
+
+    listener: Listener
+    site: Site
+    parts: tuple[str, ...]
+
+
+# Which ears an attention module has, and how many of them a configuration serves.
+_ears: weakref.WeakKeyDictionary[nn.Module, list[_Ear]] = weakref.WeakKeyDictionary()
+_served: dict[int, tuple[Any, str, int]] = {}
+
+
+@contextmanager
+def _watching(module: Any, ear: _Ear) -> Iterator[None]:
+    """One more ear at a module; the first one of a configuration changes its attention to ours, the last one back."""
+    config = module.config
+    _, own, count = _served.get(id(config), (config, config._attn_implementation, 0))
+    name = _registered(own, module)
+    _served[id(config)] = (config, own, count + 1)
+    config._attn_implementation_internal = name
+    ears = _ears.setdefault(module, [])
+    ears.append(ear)
+    try:
+        yield
+    finally:
+        ears.remove(ear)
+        if not ears:
+            _ears.pop(module, None)
+        _, own, count = _served.pop(id(config))
+        if count > 1:
+            _served[id(config)] = (config, own, count - 1)
+        elif config._attn_implementation == name:  # else the user has set another since: theirs stays
+            config._attn_implementation_internal = own
+
+
+def _registered(own: str, module: nn.Module) -> str:
+    """The name under which the model's own implementation goes through our ears."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    if own not in _SEEN:
+        raise ValueError(
+            f"this model computes attention by {own!r}, which shows no mask that can be understood: call "
+            "model.set_attn_implementation('sdpa') first."
+        )
+    if own == "eager":
+        _eager_of(module)  # raises where there is none
+    name = _PREFIX + own
+    AttentionInterface.register(name, _heard_eager if own == "eager" else _heard_sdpa)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    return name
+
+
+def _heard_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, Any]:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    for ear in _ears.get(module, ()):
+        _refuse_what_is_not_softmax(ear.site, given)
+        scaling = given.get("scaling")
+        ear.listener.on_attention(
+            ear.site,
+            Attention(
+                q=query,
+                k=key,
+                v=value,
+                z=output,
+                scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+                window=given.get("sliding_window"),
+                mask=attention_mask,
+            ),
+        )
+    return output, weights
+
+
+def _heard_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[Tensor, Any]:
+    output, weights = _eager_of(module)(module, query, key, value, attention_mask, **given)
+    for ear in _ears.get(module, ()):
+        passed = {"pattern": weights, "z": output, "v": value[:, :, -query.shape[2] :].transpose(1, 2)}
+        for part in ear.parts:
+            ear.listener.on_part(ear.site, part, passed[part])
+    return output, weights
+
+
+def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The eager attention of the file that defines the module."""
+    found: Callable[..., tuple[Tensor, Tensor]] | None = getattr(
+        sys.modules[type(module).__module__], "eager_attention_forward", None
+    )
+    if found is None:
+        raise ValueError(
+            f"{type(module).__name__} keeps its eager attention to itself: call model.set_attn_implementation('sdpa'), "
+            "or load the model as a TransformerBridge (attnprobe.load_model)."
+        )
+    return found
+
+
+def _refuse_what_is_not_softmax(site: Site, given: dict[str, Any]) -> None:
+    """Attention that is more than softmax(scaling q k^T) over causal keys would have another pattern."""
+    if given.get("dropout"):
+        raise ValueError(f"{site.name} drops attention weights (train mode): call model.eval() first.")
+    more = [name for name in ("position_bias", "s_aux", "softcap") if given.get(name) is not None]
+    if more or given.get("is_causal") is False:
+        raise ValueError(
+            f"{site.name} computes attention with {' and '.join(more) or 'is_causal=False'}, which queries and keys "
+            "alone do not show: call model.set_attn_implementation('eager'), or load it as a TransformerBridge."
+        )
