@@ -39,6 +39,10 @@ class KeyHistory:
         if keys.shape[2] >= seen:
             self._keys, self._size, self._borrowed = keys.detach(), seen, True
             return
+        if self._borrowed and self._keys is not None and _same_memory(keys, self._keys):
+            raise ValueError(
+                "a static cache slides by moving keys in place, so that earlier ones are lost: use a dynamic cache."
+            )
         if self._keys is None or self._size != seen - new or keys.shape[2] < new:
             raise ValueError(
                 f"an attention shows {keys.shape[2]} keys of {seen} tokens, and {self._size} were seen before: attach "
@@ -50,3 +54,7 @@ class KeyHistory:
             self._keys, self._borrowed = grown, False
         self._keys[:, :, self._size : seen] = keys[:, :, -new:].detach()
         self._size = seen
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

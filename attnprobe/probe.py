@@ -98,6 +98,7 @@ class Probe:
         self._generation_started = False
         self._verified: set[Site] = set()
         self._call: Call | None = None
+        self._entered_late = False
         self._plans: dict[str, Plan] = {}
         self._arrived: dict[Site, dict[str, Tensor]] = {}
         self._done: set[Site] = set()
@@ -211,12 +212,12 @@ class Probe:
         if self._call is not None:
             self._abandon()
         self._forget_call()
+        self._entered_late = False
         self._call = call
 
     def on_part(self, site: Site, part: str, value: Tensor) -> None:
         """Something passes at a site (called by the host)."""
-        if self._call is None:  # a forward that enters half way up the model
-            self.on_call(Call())
+        self._expect(site)
         parts = self._arrived.setdefault(site, {})
         parts[part] = value
         if len(parts) == len(self._parts):
@@ -227,14 +228,25 @@ class Probe:
 
     def on_attention(self, site: Site, attention: Attention) -> None:
         """An attention was computed at a site without a pattern (called by the host)."""
-        if self._call is None:
-            self.on_call(Call())
+        self._expect(site)
         with torch.inference_mode():
             batch, _, n_query, _ = attention.q.shape
             plan = self._plan(site.side, batch, n_query, attention.k.shape[2], attention.q.device)
             if plan.new:
                 self._stream(site).take_attention(attention, plan)
         self._done.add(site)
+
+    def _expect(self, site: Site) -> None:
+        """A site reports: once in a forward, and in one that has begun."""
+        if self._call is None or (site in self._done and self._entered_late):
+            self.on_call(Call())  # a forward that enters half way up the model
+            self._entered_late = True
+        if site in self._done:
+            self._abandon(quiet=True)
+            raise ValueError(
+                f"{site.name} computed attention twice in one forward (differential attention, or layers run again), "
+                "so its rows are not those of one pattern: leave the layer out."
+            )
 
     def on_logits(self, logits: Tensor) -> None:
         """The forward gave logits (called by the host)."""
@@ -248,14 +260,13 @@ class Probe:
 
     def on_call_end(self, cache: Any = None) -> None:
         """The forward went through (called by the host)."""
-        silent = [site.name for site in self._sites if site not in self._done]
+        silent = [site for site in self._sites if site not in self._done]
         if silent:
             self._abandon(quiet=True)
-            missing = self._missing(silent[0])
+            why = self._host.why_silent(silent[0]) if self._host is not None else "the probe was detached meanwhile"
             raise ValueError(
                 f"{len(silent)} of {len(self._sites)} watched sites did not report in this forward, the first being "
-                f"{silent[0]} (missing: {missing}): the hooks exist and did not fire. Attention computed by sdpa fires "
-                "no pattern hook (use eager attention), and a forward that stops early never reaches later layers."
+                f"{silent[0].name} (missing: {self._missing(silent[0])}): {why}."
             )
         if "decoder" in self._plans:
             self._sides["decoder"].remember(cache)
@@ -351,8 +362,8 @@ class Probe:
             verify=first_time,
         )
 
-    def _missing(self, site_name: str) -> str:
-        arrived = next((set(v) for k, v in self._arrived.items() if k.name == site_name), set())
+    def _missing(self, site: Site) -> str:
+        arrived = self._arrived.get(site, {})
         return ", ".join(part for part in self._parts if part not in arrived)
 
     # -- sequences ------------------------------------------------------------------------------------------

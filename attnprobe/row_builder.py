@@ -41,7 +41,7 @@ class RowBuilder:
         queries, keys = self._queries, self._keys
         given = parts["pattern"]
         position = queries.positions(start, new, given.device)
-        pattern = _by_slot(given, start + new if self._is_self else given.shape[-1])
+        pattern = columns_by_slot(given, start + new if self._is_self else given.shape[-1])
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
         if queries.padded:
             pattern = torch.where((position >= 0)[:, None, :, None], pattern, 0.0)
@@ -57,7 +57,7 @@ class RowBuilder:
         elif self._policy == "sink":
             fields["sink"] = (1 - sums).clamp_min(0.0)
         if "scores" in parts:
-            scores = _by_slot(parts["scores"], pattern.shape[-1]).to(dtype)
+            scores = columns_by_slot(parts["scores"], pattern.shape[-1]).to(dtype)
             fields["scores"] = _by_position(scores, keys) if keys.padded else scores
         n_keys = given.shape[-1]
         return self._rows(parts, n_heads, start, new, n_keys, dtype, pattern=pattern, position=position, **fields)
@@ -94,7 +94,7 @@ class RowBuilder:
             padded=self._queries.padded,
         )
         z = parts["z"].to(factors.dtype)
-        self.audit.look_at_outputs(z, position)
+        self.audit.look_at_factors(q, keys[:, :, start : start + new], z, position)
         return self._rows(
             parts,
             n_heads,
@@ -148,7 +148,7 @@ class RowBuilder:
         return None
 
 
-def _by_slot(square: Float[Tensor, "batch head query key"], slots: int) -> Tensor:
+def columns_by_slot(square: Float[Tensor, "batch head query key"], slots: int) -> Tensor:
     """Columns by slot. A sliding window shows the last keys only; a static cache shows slack after the last one."""
     n_key = square.shape[-1]
     if n_key > slots:

@@ -53,10 +53,17 @@ class RowAudit:
         self._note(excess, position)
         return sums
 
-    def look_at_outputs(self, z: Float[Tensor, "batch query head d"], position: Int[Tensor, "batch query"]) -> None:
-        """Take in the outputs of rows that are distributions by construction, but for what is no number."""
-        broken = ~z.sum(-1).isfinite() & (position >= 0)[:, :, None]
-        self._note(torch.where(broken.transpose(1, 2), torch.inf, 0.0), position)
+    def look_at_factors(
+        self,
+        q: Float[Tensor, "batch head query d"],
+        k: Float[Tensor, "batch kv_head query d"],
+        z: Float[Tensor, "batch query head d"],
+        position: Int[Tensor, "batch query"],
+    ) -> None:
+        """Take in what rows are made of: they are distributions by construction, but for what is no number."""
+        finite = q.sum(-1).isfinite() & z.sum(-1).isfinite().transpose(1, 2)
+        finite &= k.sum(-1).isfinite().all(1, keepdim=True)
+        self._note(torch.where(finite | (position < 0)[:, None], 0.0, torch.inf), position)
 
     def _note(self, excess: Float[Tensor, "batch head query"], position: Int[Tensor, "batch query"]) -> None:
         worst, index = excess.max(-1)

@@ -24,8 +24,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnprobe.functional.factored import Factors
+from attnprobe.kernels import ColumnSums, column_sums
+from attnprobe.kernels.choice import can_fuse
 
 _serial = itertools.count()
+# Squares of so many rows are held at once.
+_ROWS_AT_ONCE = 128
 
 
 class _Pattern:
@@ -168,6 +172,8 @@ class Rows:
 
     def attention_to(self, position: Int[Tensor, "batch query"]) -> Float[Tensor, "batch head query"]:
         """Attention of each row to the key at `position` (one a row); 0 where the row or the position is not real."""
+        if self.n_key == 0:  # a generation block before the first generated token
+            return self.pattern.new_zeros(self.pattern.shape[:-1])
         real = (position >= 0) & self.valid
         index = position.clamp_min(0)[:, None, :, None].expand(-1, self.pattern.shape[1], -1, 1)
         return self.pattern.gather(-1, index).squeeze(-1) * real.unsqueeze(1)
@@ -179,6 +185,43 @@ class Rows:
                 "self-attention weights need queries and keys that are the same tokens; this site is cross-attention."
             )
         return self.attention_to(self.position)
+
+    def fused_sums(self) -> ColumnSums | None:
+        """What keys receive, straight from queries and keys, computed once; None where the pattern is the way to it.
+
+        On a GPU that has a kernel for it, and as long as nobody has asked for the pattern.
+        """
+        fused = self.__dict__.get("_fused")
+        if fused is None and self.unformed is not None:
+            fused = self.__dict__["_fused"] = column_sums(self.unformed)
+        return fused
+
+    @property
+    def unformed(self) -> Factors | None:
+        """The factors, where the pattern has not been formed and kernels do without."""
+        formed = self.__dict__["pattern"] is not None
+        return None if formed or self.factors is None or not can_fuse(self.factors) else self.factors
+
+    def off_diagonal_energy(self) -> Float[Tensor, "batch head key"]:
+        """Squared weights down the columns, those of tokens on themselves left out; computed once.
+
+        Summed without them rather than less them: where heads look at themselves, the rest would drown.
+        """
+        held: dict[str, Tensor] = self.__dict__.setdefault("_energy", {})
+        if "off_diagonal" not in held:
+            held["off_diagonal"] = self._off_diagonal_energy()
+        return held["off_diagonal"]
+
+    def _off_diagonal_energy(self) -> Float[Tensor, "batch head key"]:
+        energy = self.pattern.new_zeros(self.position.shape[0], self.n_head, self.n_key)
+        for low in range(0, self.n_query if self.n_key else 0, _ROWS_AT_ONCE):
+            high = min(low + _ROWS_AT_ONCE, self.n_query)
+            reach = self.first + high if self.causal else self.n_key
+            squares = self.pattern[..., low:high, :reach].square()
+            own = self.position[:, None, low:high, None].clamp_min(0)
+            squares.scatter_(-1, own.expand(*squares.shape[:-1], 1), 0.0)
+            energy[..., : squares.shape[-1]] += squares.sum(-2)
+        return energy
 
     def by_position(self) -> Float[Tensor, "batch head key key"]:
         """The whole square pattern with queries in position order, for definitions that pair A_ij with A_ji.

@@ -16,15 +16,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
-from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.analyzers.tracing import Tracer, block_rows
 from attnprobe.functional.gram import ROWS_PER_PASS
 from attnprobe.hosts.base import Attention, Site
 from attnprobe.key_history import KeyHistory
-from attnprobe.row_builder import RowBuilder
+from attnprobe.row_builder import RowBuilder, columns_by_slot
 from attnprobe.rows import Rows
 from attnprobe.sequences import Plan, Sequences
 from attnprobe.state.statistic import StatisticPool
-from attnprobe.verify import verify_mask, verify_outputs, verify_parts
+from attnprobe.verify import refuse_mask, verify_mask, verify_outputs, verify_parts
 
 # Decode rows that wait for one another. With a trace the Gram matrix takes ROWS_PER_PASS rows in one pass.
 BLOCK = 32
@@ -90,10 +90,10 @@ class SiteStream:
         self._verify = verify
         self._n_heads = 0
         self._history = KeyHistory()
-        self._attention: Attention | None = None
-        self._buffer: dict[str, Tensor] = {}
+        self._rule: tuple[float, int | None] = (1.0, None)  # scaling and window
+        self._wrong_mask: Tensor | None = None
         self._capacity = 0
-        self._waiting = 0
+        self._waiting: list[dict[str, Tensor]] = []
         self._first_slot = 0
 
     def take(self, parts: dict[str, Tensor], plan: Plan) -> None:
@@ -115,35 +115,32 @@ class SiteStream:
             raise ValueError(
                 f"head {max(self._heads)} was asked for and {self.site.name} has heads 0 to {self._n_heads - 1}."
             )
-        if plan.new > 1:
-            verify_mask(self.site.name, attention, self._queries, plan)
-        seen, n_query = plan.start + plan.new, attention.q.shape[2]
-        if attention.k.shape[2] < seen:
-            self.flush()  # the cache has begun to slide
+        wrong = verify_mask(self.site.name, attention, self._queries, plan)
+        if wrong is not None:  # on an accelerator, told with the results
+            self._wrong_mask = wrong if self._wrong_mask is None else self._wrong_mask | wrong
+        seen = plan.start + plan.new
         self._history.see(attention.k, new=plan.new, seen=seen)
-        self._attention = attention
+        self._rule = attention.scaling, attention.window
         parts = {"rot_q": attention.q.transpose(1, 2), "z": attention.z}
         if "v" in self._needs or self._verify:
-            parts["v"] = attention.v[:, :, :seen][:, :, -n_query:].transpose(1, 2)
+            parts["v"] = attention.v.transpose(1, 2)
         self._capacity = QUERY_BLOCK
         self._go_on({name: self._select(name, value, plan) for name, value in parts.items()}, plan)
 
     def flush(self) -> None:
         """Let waiting rows go on."""
         if self._waiting:
-            n, start = self._waiting, self._first_slot
-            parts = {}
-            for name, value in self._buffer.items():
-                part = value[:, :, :n] if name in _SQUARE else value[:, :n]
-                parts[name] = part[..., : start + n] if name in _SQUARE and self._is_self else part
-            self._waiting = 0
-            self._buffer = {}
+            waiting, self._waiting = self._waiting, []
+            n, start = len(waiting), self._first_slot
+            parts = {name: _joined([row[name] for row in waiting], name, start) for name in waiting[0]}
             self._process(parts, start, n, 0 if self._tracer.active else None)
 
     def values(self) -> SiteValues:
         """What the analyzers say over all rows so far."""
         self.flush()
         self._builder.audit.check()
+        if self._wrong_mask is not None and bool(self._wrong_mask):
+            refuse_mask(self.site.name)
         final: dict[str, Tensor] = {}
         for analyzer in self._analyzers:
             for name, value in _checked(analyzer, self._queries.batch, self._keys.width).items():
@@ -163,64 +160,73 @@ class SiteStream:
 
     def _select(self, name: str, value: Tensor, plan: Plan) -> Tensor:
         """The watched heads and the new rows of one part."""
-        value = value.detach()
+        if value.requires_grad:
+            value = value.detach()
+        heads = self._heads
         if name in _SQUARE:
-            value = value[:, :, plan.skip :]
-            return value if self._heads is None else value[:, list(self._heads)]
-        if name in ("z", "q", "rot_q"):
+            value = value[:, :, plan.skip :] if plan.skip else value
+            return value if heads is None else value[:, list(heads)]
+        if not self._is_self and name in ("k", "v"):
+            return value
+        if name in ("k", "v"):  # a cache may show past values too, and slack behind them
+            value = value[:, : plan.start + plan.new][:, -plan.new :]
+        elif plan.skip:
             value = value[:, plan.skip :]
-            return value if self._heads is None else value[:, :, list(self._heads)]
-        return value[:, plan.skip :] if self._is_self else value
+        return value if heads is None or name in ("k", "v") else value[:, :, list(heads)]
 
     def _go_on(self, parts: dict[str, Tensor], plan: Plan) -> None:
-        if plan.new == 1 and self.site.kind == "causal":
-            self._wait(parts, plan)
-        else:
+        if plan.new > 1 or self.site.kind != "causal":
             self.flush()
             self._process(parts, plan.start, plan.new, plan.trace_from)
-
-    def _wait(self, parts: dict[str, Tensor], plan: Plan) -> None:
+            return
         if not self._waiting:
             self._first_slot = plan.start
-        at = self._waiting
-        for name, value in parts.items():
-            if name in _SQUARE:
-                self._square_buffer(name, value)
-                n_key = value.shape[-1]
-                end = plan.start + 1  # slots seen, this row's included
-                value = value[..., :end] if n_key > end else value
-                self._buffer[name][:, :, at, end - value.shape[-1] : end] = value[:, :, 0]
-            else:
-                if name not in self._buffer:
-                    self._buffer[name] = value.new_empty(value.shape[0], self._capacity, *value.shape[2:])
-                self._buffer[name][:, at] = value[:, 0]
-        self._waiting += 1
-        if self._waiting == self._capacity:
+        # a row of values may be a view of the whole cache, which it would keep alive
+        self._waiting.append({name: part.clone() if name in ("k", "v") else part for name, part in parts.items()})
+        if len(self._waiting) == self._capacity:
             self.flush()
-
-    def _square_buffer(self, name: str, value: Tensor) -> None:
-        if name not in self._buffer:
-            batch, heads = value.shape[:2]
-            width = self._first_slot + self._capacity
-            self._buffer[name] = value.new_zeros(batch, heads, self._capacity, width)
 
     # -- feeding -------------------------------------------------------------------------------------------
 
     def _process(self, parts: dict[str, Tensor], start: int, new: int, trace_from: int | None) -> None:
-        rows = self._rows(parts, start, new)
+        untraced = new if trace_from is None or not self._tracer.active else trace_from
+        size = self._block_rows(parts, start + new)
+        for low in range(0, untraced, size):
+            high = min(low + size, untraced)
+            rows = self._rows(self._cut(parts, low, high) if high - low < new else parts, start + low, high - low)
+            for analyzer in self._analyzers:
+                analyzer.update(rows)
+        if untraced < new:
+            rest = self._cut(parts, untraced, new) if untraced else parts
+            self._tracer.take(self._rows(rest, start + untraced, new - untraced), self._analyzers)
         if self._verify:
             self._verify = False
-            if start == 0 and self._policy != "sink":
-                verify_outputs(self.site.name, rows)
-        untraced = new if trace_from is None or not self._tracer.active else trace_from
-        feed(rows, self._analyzers, self._tracer, untraced)
+            if start == 0 and self._policy != "sink" and "v" in parts and self._is_self:
+                last = self._rows(self._cut(parts, new - 1, new), new - 1, 1)
+                verify_outputs(self.site.name, last, parts["v"], self._queries.positions(0, new, parts["v"].device))
+
+    def _cut(self, parts: dict[str, Tensor], low: int, high: int) -> dict[str, Tensor]:
+        """Some of the new rows, without the columns of later ones."""
+        some = {}
+        for name, value in parts.items():
+            if name in _SQUARE:
+                later = value.shape[2] - high if self.site.kind == "causal" else 0
+                some[name] = value[:, :, low:high, : value.shape[3] - later]
+            else:  # the keys of cross-attention are not those of the rows
+                some[name] = value if name in ("k", "v") and not self._is_self else value[:, low:high]
+        return some
+
+    def _block_rows(self, parts: dict[str, Tensor], n_key: int) -> int:
+        """How many rows go on together. What looks ahead pairs rows with later ones: it goes on whole."""
+        if self.site.kind != "causal":
+            return max(1, parts["pattern"].shape[2])
+        heads = self._n_heads if self._heads is None else len(self._heads)
+        return block_rows(self._queries.batch * heads * n_key, parts["pattern" if "pattern" in parts else "z"].device)
 
     def _rows(self, parts: dict[str, Tensor], start: int, new: int) -> Rows:
         if "pattern" in parts:
             return self._builder.from_pattern(parts, self._n_heads, start, new)
-        assert self._attention is not None
-        scaling, window = self._attention.scaling, self._attention.window
-        return self._builder.from_factors(parts, self._history.keys, scaling, window, self._n_heads, start, new)
+        return self._builder.from_factors(parts, self._history.keys, *self._rule, self._n_heads, start, new)
 
     def _restart_generation(self) -> None:
         """The prompt has grown: analyzers of the generation block begin again, and so does the trace."""
@@ -230,6 +236,14 @@ class SiteStream:
             if getattr(prototype, "scope", "prefix") != "prefix":
                 self._analyzers[i] = prototype.start(pool, self._leverage)
         self._tracer = Tracer(self._analyzers)
+
+
+def _joined(rows: list[Tensor], name: str, start: int) -> Tensor:
+    """Decode rows, one tensor each, as one chunk; rows of a pattern by slot, zeros beyond their own."""
+    if name not in _SQUARE:
+        return torch.cat(rows, 1)
+    by_slot = [columns_by_slot(row, start + i + 1) for i, row in enumerate(rows)]
+    return torch.cat([torch.nn.functional.pad(row, (0, start + len(rows) - row.shape[-1])) for row in by_slot], 2)
 
 
 def _checked(analyzer: Analyzer, batch: int, n_keys: int) -> dict[str, Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnprobe.hosts.base import Attention
@@ -41,24 +44,28 @@ def verify_parts(site: str, parts: dict[str, Tensor], heads: tuple[int, ...] | N
             )
 
 
-def verify_outputs(site: str, rows: Rows) -> None:
+def verify_outputs(
+    site: str, last: Rows, v: Float[Tensor, "batch slot kv_head d"], position: Int[Tensor, "batch slot"]
+) -> None:
     """Check on the last row of the first forward that head outputs are the pattern times the values.
+
+    Args:
+        last: that row.
+        v, position: values of every slot and their positions, -1 for padding.
 
     Raises:
         ValueError: they are not: gated attention, or a hook that means something else here.
     """
-    if rows.z is None or rows.v is None or rows.kv_head is None or rows.key_position is None:
+    whole = (last.position[:, 0] == last.n_key - 1).nonzero().flatten()  # sequences that end here
+    if last.z is None or last.kv_head is None or not len(whole):
         return
-    real = torch.where((rows.key_position >= 0)[:, :, None, None], rows.v, 0.0)[:, :, rows.kv_head]
-    last = rows.position[:, -1] == rows.n_key - 1  # sequences whose keys are all in this forward
-    if not bool(last.any()) or not rows.self_attention:
-        return
-    row = rows[rows.n_query - 1 :].pattern[last][:, :, -1]
-    v = real[last]
-    if v.shape[1] != row.shape[-1]:  # padded keys among the values: put them at their positions
-        v = torch.stack([sequence[p >= 0] for sequence, p in zip(v, rows.key_position[last], strict=True)])
-    expected = torch.einsum("bhk,bkhd->bhd", row, v)
-    found = rows.z[last][:, -1]
+    sequence = int(whole[0])
+    row, found = last.pattern[sequence, :, 0], last.z[sequence, 0]
+    values = v[sequence][position[sequence] >= 0].to(row)
+    groups = [last.kv_head == group for group in range(values.shape[1])]
+    expected = torch.zeros_like(found)
+    for group, heads in enumerate(groups):
+        expected[heads] = row[heads] @ values[:, group]
     gap = (expected - found).abs().amax()
     if bool(gap > 2e-2 * expected.abs().amax().clamp_min(1e-6)):
         raise ValueError(
@@ -68,25 +75,30 @@ def verify_outputs(site: str, rows: Rows) -> None:
         )
 
 
-def verify_mask(site: str, attention: Attention, sequences: Sequences, plan: Plan) -> None:
+def verify_mask(site: str, attention: Attention, sequences: Sequences, plan: Plan) -> Tensor | None:
     """Check that rows see what their positions imply: earlier real tokens within the window, and themselves.
 
     Layers share masks, and `plan.masks` says which were looked at.
 
+    Returns:
+        On an accelerator a boolean scalar, true where a mask is another one, so that nobody waits for the device.
+
     Raises:
-        ValueError: another mask, such as one of the user's own.
+        ValueError: another mask, such as one of the user's own, or fewer keys than the window has.
     """
-    mask, window = attention.mask, attention.window
+    mask, window, seen = attention.mask, attention.window, plan.start + plan.new
+    if attention.k.shape[2] < (seen if window is None else min(seen, window)):
+        refuse_mask(site)
     if mask is None:  # plain causal: nothing is padding, and no window is narrower than the keys
-        if sequences.padded and bool((sequences.positions(plan.start, plan.new) < 0).any()):
+        if plan.new > 1 and sequences.padded and bool((sequences.positions(plan.start, plan.new) < 0).any()):
             raise ValueError(f"{site} attends without a mask and the batch is padded, so padding is taken for text.")
-        return
+        return None
     if (id(mask), window) in plan.masks:
-        return
+        return None
     plan.masks.add((id(mask), window))
-    device, seen = mask.device, plan.start + plan.new
-    query = sequences.positions(plan.start, plan.new, device)
-    key = sequences.positions(0, seen, device)[:, -mask.shape[-1] :]
+    query = sequences.positions(plan.start, plan.new, mask.device)
+    key = sequences.positions(0, seen, mask.device)[:, -mask.shape[-1] :]
+    wrong = torch.zeros((), dtype=torch.bool, device=mask.device)
     for low in range(0, plan.new, _MASK_ROWS):
         rows = query[:, low : low + _MASK_ROWS, None]
         expected = (key[:, None] >= 0) & (key[:, None] <= rows)
@@ -94,12 +106,20 @@ def verify_mask(site: str, attention: Attention, sequences: Sequences, plan: Pla
             expected &= key[:, None] > rows - window
         given = mask[:, 0, plan.skip :][:, low : low + _MASK_ROWS, :seen]
         allowed = given if given.dtype == torch.bool else given == 0
-        if bool(((allowed != expected) & (rows >= 0)).any()):
-            raise ValueError(
-                f"{site} attends by a mask that is not plain causal{'' if window is None else f' within {window} keys'}"
-                ", so its pattern cannot be told from queries and keys: call model.set_attn_implementation('eager'), "
-                "or load the model as a TransformerBridge."
-            )
+        wrong |= ((allowed != expected) & (rows >= 0)).any()
+    if mask.device.type != "cpu":
+        return wrong
+    if bool(wrong):
+        refuse_mask(site)
+    return None
+
+
+def refuse_mask(site: str) -> NoReturn:
+    """Say that a site attends by another mask than positions imply."""
+    raise ValueError(
+        f"{site} attends by a mask that is not plain causal or of a known window, so its pattern cannot be told from "
+        "queries and keys: call model.set_attn_implementation('eager'), or load the model as a TransformerBridge."
+    )
 
 
 _MASK_ROWS = 256

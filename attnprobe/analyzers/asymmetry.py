@@ -24,7 +24,7 @@ class Asymmetry(Analyzer):
     1/sqrt(2) and largely set by the mask.
 
     Args:
-        trace: keep the results at every step.
+        trace: keep the results at every step; stride: at every stride-th, held between.
 
     Raises:
         ValueError: cross-attention (the pattern must be square), or rows under the policy "sink".

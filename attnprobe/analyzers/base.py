@@ -20,7 +20,7 @@ head; merging, resetting and per-step traces come with the base class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnprobe.rows import Rows
-from attnprobe.state.statistic import S, Statistic, StatisticPool, padded_sum
+from attnprobe.state.statistic import S, Statistic, StatisticPool, padded_sum, statistic_key
 
 A = TypeVar("A", bound="Analyzer")
 
@@ -97,10 +97,10 @@ class Analyzer:
                 before = self.total.get(name)
                 self.total[name] = addend.clone() if before is None else before + addend
 
-    def use(self, kind: type[S], scope: str = "prefix") -> S:
+    def use(self, kind: type[S], scope: str = "prefix", **options: Hashable) -> S:
         """A streaming statistic shared with the other analyzers of this site; it is the analyzer's to update."""
-        statistic = self.pool.get(kind, scope)
-        self.__dict__.setdefault("_used", {})[kind, scope] = statistic
+        statistic = self.pool.get(kind, scope, **options)
+        self.__dict__.setdefault("_used", {})[statistic_key(kind, scope, options)] = statistic
         return statistic
 
     @property
@@ -139,8 +139,8 @@ class Analyzer:
             raise TypeError(
                 f"cannot merge {type(other).__name__} into {type(self).__name__}: merge analyzers of one class."
             )
-        for (kind, scope), statistic in other._statistics.items():
-            self.use(kind, scope).merge(statistic)
+        for (kind, scope, *options), statistic in other._statistics.items():
+            self.use(kind, scope, **dict(options)).merge(statistic)
         self.accumulate(**other.total)
 
     def trace_rows(self, rows: Rows) -> dict[str, Float[Tensor, "batch head query"]]:

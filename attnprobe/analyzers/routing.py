@@ -24,7 +24,7 @@ class MeanRoutingSplit(Analyzer):
     Args:
         bound: compute sqrt(lambda_2), which needs the Gram matrix (shared with `IntrinsicTDO`; O(n^2) memory a
             head). Without it the analyzer keeps O(n + d^2) numbers.
-        trace: keep every result except the bound at every step.
+        trace: keep every result except the bound at every step; stride: at every stride-th, held between.
 
     Needs the hooks `hook_z` and `hook_v`.
 
@@ -49,8 +49,8 @@ class MeanRoutingSplit(Analyzer):
         "gain_bound": {"long_name": "sqrt(lambda_2)", "units": "1", "source": _SOURCE},
     }
 
-    def __init__(self, *, bound: bool = True, trace: bool = False) -> None:
-        super().__init__(trace=trace)
+    def __init__(self, *, bound: bool = True, trace: bool = False, stride: int = 1) -> None:
+        super().__init__(trace=trace, stride=stride)
         self.bound = bound
 
     def update(self, rows: Rows) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
@@ -22,7 +22,7 @@ BLOCK_ROWS = 64
 
 def feed(rows: Rows, analyzers: Sequence[Analyzer], tracer: Tracer, untraced: int) -> None:
     """Let analyzers take rows, the first `untraced` of them in blocks, the others one prefix after another."""
-    size = _block_rows(rows)
+    size = block_rows(rows.position.shape[0] * rows.n_head * rows.n_key, rows.position.device)
     for low in range(0, untraced, size):
         block = rows if size >= untraced == rows.n_query else rows[low : min(low + size, untraced)]
         for analyzer in analyzers:
@@ -31,11 +31,10 @@ def feed(rows: Rows, analyzers: Sequence[Analyzer], tracer: Tracer, untraced: in
         tracer.take(rows[untraced : rows.n_query] if untraced else rows, analyzers)
 
 
-def _block_rows(rows: Rows) -> int:
-    """How many rows go on together. What looks ahead pairs rows with later ones: it goes on whole."""
-    if not rows.causal:
-        return max(1, rows.n_query)
-    return max(BLOCK_ROWS, BLOCK_ENTRIES // max(1, rows.position.shape[0] * rows.n_head * rows.n_key))
+def block_rows(row_entries: int, device: torch.device) -> int:
+    """How many rows of so many entries [batch, head, key] go on together. An accelerator wants more at once."""
+    entries = BLOCK_ENTRIES if device.type == "cpu" else 64 * BLOCK_ENTRIES
+    return max(BLOCK_ROWS, entries // max(1, row_entries))
 
 
 class Tracer:
@@ -49,7 +48,8 @@ class Tracer:
         self._traced = [analyzer for analyzer in analyzers if analyzer.trace]
         self._values: list[dict[str, Tensor]] = []
         self._position: list[Int[Tensor, "batch row"]] = []
-        self._strided: set[str] = set()
+        self._stride: dict[str, int] = {}
+        self._asked: dict[int, list[Bool[Tensor, "batch row"]]] = {}
 
     @property
     def active(self) -> bool:
@@ -64,8 +64,11 @@ class Tracer:
             values: dict[str, Tensor] = {}
             for analyzer in self._traced:
                 traced = _trace(analyzer, part, asked[analyzer.stride], low)
-                self._strided |= set(traced) if analyzer.stride > 1 else set()
+                self._stride |= dict.fromkeys(traced, analyzer.stride)
                 values |= traced
+            for stride, some in asked.items():
+                if some is not None:
+                    self._asked.setdefault(stride, []).append(some.mask[:, low:high])
             self._values.append(values)
             self._position.append(part.position)
             for analyzer in analyzers:
@@ -80,8 +83,8 @@ class Tracer:
         trace = {}
         for name in dict.fromkeys(name for part in self._values for name in part):
             trace[name] = _joined([part.get(name) for part in self._values], rows)
-            if name in self._strided:
-                trace[name] = _held(trace[name])
+            if self._stride[name] > 1:
+                trace[name] = _held(trace[name], torch.cat(self._asked[self._stride[name]], 1))
         for analyzer in self._traced:
             trace |= analyzer.late_trace()
         return trace, position
@@ -140,8 +143,8 @@ def _joined(parts: Sequence[Tensor | None], rows: Sequence[int]) -> Float[Tensor
     )
 
 
-def _held(value: Float[Tensor, "batch head row"]) -> Float[Tensor, "batch head row"]:
-    """NaN entries take the last value before them."""
-    row = torch.arange(value.shape[-1], device=value.device).expand_as(value)
-    last = torch.where(value.isnan(), -1, row).cummax(-1).values
+def _held(value: Float[Tensor, "batch head row"], asked: Bool[Tensor, "batch row"]) -> Float[Tensor, "batch head row"]:
+    """The value of the last row that was asked for, at every row; NaN before the first."""
+    row = torch.arange(value.shape[-1], device=value.device)
+    last = torch.where(asked, row, -1).cummax(-1).values[:, None].expand_as(value)
     return torch.where(last >= 0, value.gather(-1, last.clamp_min(0)), torch.nan)

@@ -22,7 +22,7 @@ class TransportCapacity(Analyzer):
 
     Args:
         landscape: report the whole landscape of the final pattern.
-        trace: keep phi and cut at every step.
+        trace: keep phi and cut at every step; stride: at every stride-th, held between.
 
     Raises:
         ValueError: cross-attention (time cuts need a square pattern), or rows under the policy "sink".
@@ -44,8 +44,8 @@ class TransportCapacity(Analyzer):
         "landscape": {"long_name": "conductance of every time cut", "units": "1", "source": _SOURCE},
     }
 
-    def __init__(self, *, landscape: bool = False, trace: bool = False) -> None:
-        super().__init__(trace=trace)
+    def __init__(self, *, landscape: bool = False, trace: bool = False, stride: int = 1) -> None:
+        super().__init__(trace=trace, stride=stride)
         self.landscape = landscape
 
     def update(self, rows: Rows) -> None:

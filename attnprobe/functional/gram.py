@@ -15,7 +15,9 @@ so one pass over G serves r rows.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,7 +25,9 @@ from torch import Tensor
 from attnprobe.functional.measures import Measure, check_measured, key_weights
 from attnprobe.functional.patterns import check_pattern, safe_divide
 
-BLOCK = 64
+# Blocks have 64, 128 and then 192 rows: high enough that few products do the work, low enough that little lies above
+# the diagonal, and small where the matrix is.
+_HEIGHT, _STEPS = 64, 3
 # Rows whose prefixes are valued in one pass: r rows need r + r(r+1)/2 products with G, so few rows waste
 # passes over memory and many rows waste arithmetic; 8 was the fastest of 2, 4, 8, 16 at n = 512.
 ROWS_PER_PASS = 8
@@ -43,6 +47,7 @@ class BlockGram:
 
     def __init__(self) -> None:
         self.size = 0
+        self._capacity = 0
         self._blocks: list[Float[Tensor, "batch row key"]] = []
         self._leading: torch.Size | None = None
 
@@ -52,10 +57,9 @@ class BlockGram:
         n_rows, n_keys = flat.shape[-2:]
         self._grow(n_keys, flat)
         for index, block in enumerate(self._blocks):
-            low = index * BLOCK
+            low, high = _edge(index), min(_edge(index + 1), n_keys)
             if low >= n_keys:
                 break
-            high = min(low + BLOCK, n_keys)
             first = 0 if causal_start is None else max(0, low - causal_start)
             if first < n_rows:
                 reach = flat[:, first:, :high]
@@ -76,7 +80,7 @@ class BlockGram:
             )
         self._grow(other.size, other._blocks[0])
         for index, theirs in enumerate(other._blocks):
-            self._blocks[index][..., : theirs.shape[-1]] += theirs
+            self._blocks[index][:, : theirs.shape[1], : theirs.shape[2]] += theirs
 
     def dense(self, scale: Float[Tensor, "*batch key"] | None = None) -> Float[Tensor, "*batch key key"]:
         """The full symmetric matrix [..., key, key], with rows and columns multiplied by `scale` if it is given."""
@@ -90,6 +94,16 @@ class BlockGram:
             full[:, low:high, :high] = block
             full[:, :low, low:high] = block[..., :low].mT
         return full.reshape(*self._leading, self.size, self.size)
+
+    def operators(
+        self, scale: Float[Tensor, "*batch key"]
+    ) -> list[Callable[[Float[np.ndarray, "key"]], Float[np.ndarray, "key"]]]:
+        """x -> diag(scale) G diag(scale) x for every matrix, on numpy vectors; the half that is stored is read once."""
+        factors = scale.reshape(-1, self.size).numpy()
+        known = [(low, high, block.numpy()) for low, high, block in self._known(self.size)]
+        return [
+            _operator([(low, high, block[i]) for low, high, block in known], factor) for i, factor in enumerate(factors)
+        ]
 
     def weighted_square(self, weights: Float[Tensor, "*batch row key"]) -> Float[Tensor, "*batch row"]:
         """sum_jk G_jk^2 w_j w_k for every weight vector [..., row, key]; keys beyond the matrix count as 0."""
@@ -119,7 +133,7 @@ class BlockGram:
         size = min(self.size, n_keys)
         cuts = []
         for index, block in enumerate(self._blocks):
-            low, high = index * BLOCK, min((index + 1) * BLOCK, size)
+            low, high = _edge(index), min(_edge(index + 1), size)
             if low < high:
                 cuts.append((low, high, block[:, : high - low, :high]))
         return cuts
@@ -130,10 +144,40 @@ class BlockGram:
         return rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
 
     def _grow(self, n_keys: int, like: Tensor) -> None:
-        while len(self._blocks) * BLOCK < n_keys:
-            width = (len(self._blocks) + 1) * BLOCK
-            self._blocks.append(like.new_zeros((like.shape[0], BLOCK, width)))
+        while self._capacity < n_keys:
+            index = max(len(self._blocks) - 1, 0)
+            if self._capacity == _edge(index + 1):
+                index += 1
+            # the last block fills up by steps: a small copy now and then, in place of room for rows that never come
+            high = min(_edge(index + 1), _HEIGHT * math.ceil(n_keys / _HEIGHT))
+            block = like.new_zeros((like.shape[0], high - _edge(index), high))
+            for before in self._blocks[index:]:
+                block[:, : before.shape[1], : before.shape[2]] = before
+            self._blocks[index:] = [block]
+            self._capacity = high
         self.size = max(self.size, n_keys)
+
+
+def _operator(
+    blocks: list[tuple[int, int, np.ndarray]], scale: np.ndarray
+) -> Callable[[Float[np.ndarray, "key"]], Float[np.ndarray, "key"]]:
+    def product(x: np.ndarray) -> np.ndarray:
+        x = scale * x
+        y = np.empty_like(x)
+        for low, high, block in blocks:
+            y[low:high] = block @ x[:high]
+            if low:
+                y[:low] += x[low:high] @ block[:, :low]
+        y *= scale
+        return y
+
+    return product
+
+
+def _edge(index: int) -> int:
+    """The first row of a block."""
+    low = min(index, _STEPS)
+    return _HEIGHT * (low * (low + 1) // 2 + (index - low) * _STEPS)
 
 
 def prefix_key_weights(

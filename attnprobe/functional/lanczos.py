@@ -6,6 +6,8 @@ matrix stays in the processor's cache while ARPACK iterates on it, which was mea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -19,7 +21,7 @@ _CHECKS = (8, 12, 18, 28, 44)
 # Matrices that have converged are left behind once so few remain: leaving them means a copy of the others.
 _SHRINK = 0.5
 # Solved densely: not slower, and exact.
-_SMALL = 96
+SMALL = 96
 # Ritz pairs that may count as one cluster in the error bound.
 _CLUSTER = 6
 
@@ -51,34 +53,48 @@ def eigenvalue_beside(matrix: Float[Tensor, "*batch n n"], known: Float[Tensor, 
     """
     batch, n = matrix.shape[:-2], matrix.shape[-1]
     a, u = matrix.reshape(-1, n, n), known.reshape(-1, 1, n)
-    if n <= _SMALL:
+    if n <= SMALL:
         return _dense(a, u).reshape(batch)
     if a.device.type == "cpu":
-        return _arpack(a, u).clamp_min(0.0).reshape(batch)
+        products = [matrix.__matmul__ for matrix in a.numpy()]
+        return eigenvalue_beside_of(products, known.reshape(-1, n)).reshape(batch)
     return _block_lanczos(a, u).clamp_min(0.0).reshape(batch)
 
 
-def _arpack(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> Float[Tensor, "batch"]:
+def eigenvalue_beside_of(
+    products: Sequence[Callable[[np.ndarray], np.ndarray]], known: Float[Tensor, "batch n"]
+) -> Float[Tensor, "batch"]:
+    """`eigenvalue_beside` of operators that are known by what they do to a vector; on the CPU, by ARPACK.
+
+    Args:
+        products: x -> S x for every operator, on numpy vectors of the dtype of `known`.
+        known: [batch, n] unit eigenvectors to leave out.
+
+    Returns:
+        [batch].
+    """
     from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 
-    n = a.shape[-1]
-    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(a.dtype).numpy()
-    tolerance = 5e-5 if a.dtype == torch.float32 else 1e-12  # of the residual: the value is far closer
+    n = known.shape[-1]
+    start = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(known.dtype).numpy()
+    tolerance = 5e-5 if known.dtype == torch.float32 else 1e-12  # of the residual: the value is far closer
     values = []
-    for matrix, known in zip(a.numpy(), u[:, 0].numpy(), strict=True):
+    for product, one in zip(products, known.numpy(), strict=True):
 
-        def beside(x: np.ndarray, matrix: np.ndarray = matrix, known: np.ndarray = known) -> np.ndarray:
-            image: np.ndarray = matrix @ x - known * (known @ x)
+        def beside(
+            x: np.ndarray, product: Callable[[np.ndarray], np.ndarray] = product, one: np.ndarray = one
+        ) -> np.ndarray:
+            image: np.ndarray = product(x) - one * (one @ x)
             return image
 
-        operator = LinearOperator((n, n), matvec=beside, dtype=matrix.dtype)
+        operator = LinearOperator((n, n), matvec=beside, dtype=one.dtype)
         try:
             found = eigsh(operator, k=1, which="LA", tol=tolerance, v0=start, return_eigenvectors=False)
             values.append(float(found[0]))
-        except ArpackError:  # an operator that is 0, or did not converge
-            one = torch.from_numpy(matrix), torch.from_numpy(known)
-            values.append(float(_dense(one[0][None], one[1][None, None])[0]))
-    return a.new_tensor(values)
+        except (ArpackError, TypeError):  # an operator that is 0, did not converge, or is too small for ARPACK
+            matrix = torch.from_numpy(np.stack([product(unit) for unit in np.eye(n, dtype=one.dtype)]))
+            values.append(float(_dense(matrix[None], torch.from_numpy(one)[None, None])[0]))
+    return known.new_tensor(values).clamp_min(0.0)
 
 
 def _block_lanczos(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> Float[Tensor, "batch"]:

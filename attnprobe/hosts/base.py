@@ -37,6 +37,9 @@ class Site:
     layer: int
     kind: str = "causal"
 
+    def __hash__(self) -> int:  # asked at every hook, so that hashing four fields would be felt
+        return hash(self.name)
+
     @property
     def side(self) -> str:
         return "encoder" if self.kind == "bidirectional" else "decoder"
@@ -168,6 +171,9 @@ class Host(Protocol):
         Raises:
             ValueError: a site has no hook for a part.
         """
+
+    def why_silent(self, site: Site) -> str:
+        """What may be the matter where a watched site did not report in a forward, and what to do."""
 
     def unembedding(self) -> Tensor:
         """The unembedding matrix [vocab, d_model]."""

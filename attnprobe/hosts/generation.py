@@ -56,15 +56,31 @@ def _shadow(model: Any, holder: Any, listeners: list[Listener]) -> None:
             continue
         bound = method.__get__(holder)
         wrap = _told_stream if name == "generate_stream" else _told
-        shadow = functools.wraps(method)(wrap(model, holder, bound, listeners))
-        shadow.__dict__["_attnprobe"] = True
-        vars(holder)[name] = shadow
+        vars(holder)[name] = _Shadow(method, holder, name, wrap(model, holder, bound, listeners))
 
 
 def _unshadow(holder: Any) -> None:
     for name in _NAMES:
-        if getattr(vars(holder).get(name), "_attnprobe", False):
+        if isinstance(vars(holder).get(name), _Shadow):
             del vars(holder)[name]
+
+
+class _Shadow:
+    """Stands in for a method on one model. A copy of the model gets the method itself, bound to the copy."""
+
+    def __init__(self, method: Callable[..., Any], holder: Any, name: str, told: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, method)
+        self.__wrapped__ = method.__get__(holder)
+        self._method, self._holder, self._name, self._told = method, holder, name, told
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._told(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._method.__get__(memo.get(id(self._holder), self._holder))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._holder, self._name)
 
 
 @contextmanager
@@ -120,8 +136,11 @@ def _generation(
     config = getattr(getattr(model, "original_model", model), "generation_config", None)
     configs = [given.get("generation_config"), config] if of_transformers else []
     _refuse_beams(given, configs)
+    _refuse_drafts(given, configs)
     stop: tuple[int, ...] = ()
-    if given.get("stop_at_eos", True):
+    # in the loop of transformers, a None that is given means that nothing ends the text
+    endless = of_transformers and "eos_token_id" in kwargs and kwargs["eos_token_id"] is None
+    if given.get("stop_at_eos", True) and not endless:
         if method.__name__ == "hf_generate":
             holders = [getattr(model, "tokenizer", None), *configs]
         elif of_transformers:
@@ -150,6 +169,25 @@ def _refuse_beams(given: dict[str, Any], configs: list[Any]) -> None:
         raise ValueError(
             f"beam search (num_beams={beams}) reorders its hypotheses at every step, so no row belongs to a sequence "
             "for good: generate with num_beams=1 under a probe, or score the finished text."
+        )
+
+
+def _refuse_drafts(given: dict[str, Any], configs: list[Any]) -> None:
+    """Forwards whose tokens may be thrown away, or that are not of the text."""
+
+    def setting(name: str) -> Any:
+        return next((v for v in (given.get(name), *(getattr(c, name, None) for c in configs)) if v is not None), None)
+
+    drafts = [n for n in ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit") if setting(n)]
+    if drafts:
+        raise ValueError(
+            f"assisted decoding ({drafts[0]}) reads drafts that may be thrown away, so what passes is not the text: "
+            "generate without it under a probe."
+        )
+    if (setting("guidance_scale") or 1) != 1:
+        raise ValueError(
+            "guidance_scale runs a second, unconditional forward at every step, which is not the text: generate "
+            "without it under a probe."
         )
 
 

@@ -105,6 +105,12 @@ class HookedHost:
         new = mask[:, -tokens.shape[1] :]
         return self.model.forward(tokens, return_type="logits", past_kv_cache=cache, attention_mask=new), cache
 
+    def why_silent(self, site: Site) -> str:
+        return (
+            "the hooks exist and did not fire. Attention computed by sdpa fires no pattern hook (use eager attention), "
+            "and a forward that stops early never reaches later layers"
+        )
+
     @contextmanager
     def watch(self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool) -> Iterator[None]:
         level = next(_levels)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attnprobe.hosts.base import HOOKS, Attention, Listener, Site
@@ -71,8 +73,9 @@ class TransformersHost:
         head = self.model.get_output_embeddings()
         if head is None:
             raise ValueError("the measure 'unembedding' needs an unembedding matrix, and this model shows none.")
-        weight: Tensor = head.weight
-        return weight
+        weight: Any = head.weight() if callable(head.weight) else head.weight  # a quantised layer packs it
+        unpacked: Tensor = weight.dequantize() if weight.is_quantized else weight
+        return unpacked
 
     def sites(self, select: str | Callable[[str], bool]) -> list[Site]:
         matches = select if callable(select) else (lambda name: fnmatch.fnmatchcase(name, select))
@@ -95,10 +98,26 @@ class TransformersHost:
     def decode(self, tokens: Tensor, mask: Tensor, cache: Any, keep: int) -> tuple[Tensor, Any]:
         if getattr(self.model.config, "is_encoder_decoder", False):
             raise TypeError("answers are scored on decoder-only models; this one has an encoder.")
-        output = self.model(
-            input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=keep
-        )
+        given: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        takes = inspect.signature(self.model.forward).parameters
+        if "position_ids" in takes:  # a model of absolute positions would count padding
+            given["position_ids"] = (mask.cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        if "logits_to_keep" in takes:
+            given["logits_to_keep"] = keep
+        output = self.model(input_ids=tokens, **given)
         return output.logits, output.past_key_values
+
+    def why_silent(self, site: Site) -> str:
+        config: Any = self._modules[site].config
+        if not str(config._attn_implementation).startswith(_PREFIX):
+            return (
+                f"the model's attention implementation was set to {config._attn_implementation!r} after the probe "
+                "was attached: detach it and attach again"
+            )
+        return (
+            "its attention did not go through the attention interface of transformers (a TransformerBridge that was "
+            "made of this model has taken it over: attach to the bridge)"
+        )
 
     @contextmanager
     def watch(self, listener: Listener, sites: Sequence[Site], parts: Sequence[str], *, logits: bool) -> Iterator[None]:
@@ -108,14 +127,29 @@ class TransformersHost:
                 f"an analyzer needs {', '.join(unknown)}, and a plain transformers model shows its attention function "
                 "only: pattern, z and v. Load the model as a TransformerBridge (attnprobe.load_model) for the rest."
             )
+        running: list[bool] = []  # not empty while a forward of the model runs
         with ExitStack() as stack:
             for site in sites:
                 module = self._modules[site]
-                stack.enter_context(_watching(module, _Ear(listener, site, tuple(parts))))
-            for handle in listen_to_module(self.model, listener, lambda: None, logits=logits):
+                stack.enter_context(_watching(module, _Ear(listener, site, tuple(parts), running)))
+            begin, end = (lambda: running.append(True)), running.clear
+            for handle in listen_to_module(self.model, listener, begin, end, logits=logits):
                 stack.callback(handle.remove)
             stack.enter_context(listen_to_generate(self.model, listener))
             yield
+
+
+class _Name(str):
+    """The name of ours in a configuration; a copy of the configuration gets the model's own."""
+
+    def __new__(cls, own: str) -> _Name:
+        return super().__new__(cls, _PREFIX + own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> str:
+        return self.removeprefix(_PREFIX)
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (self.removeprefix(_PREFIX),)
 
 
 def _is_causal_attention(module: nn.Module) -> bool:
@@ -125,6 +159,7 @@ def _is_causal_attention(module: nn.Module) -> bool:
         and isinstance(getattr(module, "layer_idx", None), int)
         and getattr(module, "is_causal", False) is True
         and not getattr(module, "is_cross_attention", False)
+        and hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS")
         and hasattr(getattr(module, "config", None), "_attn_implementation_internal")
     )
 
@@ -136,6 +171,19 @@ class _Ear:
     listener: Listener
     site: Site
     parts: tuple[str, ...]
+    running: list[bool]
+
+    @property
+    def open(self) -> bool:
+        """Whether to listen now: not while a backward pass computes attention again."""
+        if self.running:
+            return True
+        if torch._C._current_graph_task_id() == -1:
+            raise ValueError(
+                f"{self.site.name} was computed outside a forward of the model that the probe is attached to: call "
+                "that model itself rather than a part of it, or attach to what you call."
+            )
+        return False
 
 
 # Which ears an attention module has, and how many of them a configuration serves.
@@ -147,7 +195,10 @@ _served: dict[int, tuple[Any, str, int]] = {}
 def _watching(module: Any, ear: _Ear) -> Iterator[None]:
     """One more ear at a module; the first one of a configuration changes its attention to ours, the last one back."""
     config = module.config
-    _, own, count = _served.get(id(config), (config, config._attn_implementation, 0))
+    own = str(config._attn_implementation)
+    _, served, count = _served.get(id(config), (config, own, 0))
+    if own.startswith(_PREFIX):  # another probe is here, or it was when the model was copied
+        own = served.removeprefix(_PREFIX)
     name = _registered(own, module)
     _served[id(config)] = (config, own, count + 1)
     config._attn_implementation_internal = name
@@ -176,21 +227,31 @@ def _registered(own: str, module: nn.Module) -> str:
             f"this model computes attention by {own!r}, which shows no mask that can be understood: call "
             "model.set_attn_implementation('sdpa') first."
         )
+    if getattr(module, "reorder_and_upcast_attn", False):
+        raise ValueError(
+            f"{type(module).__name__} with reorder_and_upcast_attn asks for its attention by name, and would compute "
+            "it otherwise under a probe: load the model as a TransformerBridge (attnprobe.load_model)."
+        )
     if own == "eager":
         _eager_of(module)  # raises where there is none
-    name = _PREFIX + own
+    name = _Name(own)
     AttentionInterface.register(name, _heard_eager if own == "eager" else _heard_sdpa)
     AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
     return name
 
 
+def _is_open(ear: _Ear) -> bool:
+    return ear.open
+
+
+@torch.compiler.disable
 def _heard_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     output, weights = sdpa_attention_forward(module, query, key, value, attention_mask, **given)
-    for ear in _ears.get(module, ()):
+    for ear in filter(_is_open, _ears.get(module, ())):
         _refuse_what_is_not_softmax(ear.site, given)
         scaling = given.get("scaling")
         ear.listener.on_attention(
@@ -208,12 +269,13 @@ def _heard_sdpa(
     return output, weights
 
 
+@torch.compiler.disable
 def _heard_eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, Any]:
     output, weights = _eager_of(module)(module, query, key, value, attention_mask, **given)
-    for ear in _ears.get(module, ()):
-        passed = {"pattern": weights, "z": output, "v": value[:, :, -query.shape[2] :].transpose(1, 2)}
+    for ear in filter(_is_open, _ears.get(module, ())):
+        passed = {"pattern": weights, "z": output, "v": value.transpose(1, 2)}
         for part in ear.parts:
             ear.listener.on_part(ear.site, part, passed[part])
     return output, weights

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import Statistic, added, padded_sum
-
-_ROWS_AT_ONCE = 64
 
 
 class Columns(Statistic):
@@ -45,11 +44,10 @@ class Columns(Statistic):
         return _seen(self._count)
 
     def _update(self, rows: Rows) -> None:
-        keys = rows.keys
         self.sunk = rows.sink is not None
-        self._mass = padded_sum(self._mass, keys.sum(-2))
-        reach = rows.first + (rows.sink is not None) if rows.causal else None
-        self._energy = padded_sum(self._energy, _column_energy(keys, reach))
+        fused = rows.fused_sums()
+        self._mass = padded_sum(self._mass, rows.keys.sum(-2) if fused is None else fused.mass)
+        self._energy = padded_sum(self._energy, _energy(rows) if fused is None else fused.energy)
         self._count = added(self._count, rows.count)
 
     def _merge(self, other: Statistic) -> None:
@@ -69,17 +67,15 @@ class Columns(Statistic):
         return padded_sum(zeros.clone(), self.mass), padded_sum(zeros.clone(), self.energy)
 
 
-def _column_energy(keys: Float[Tensor, "batch head query key"], reach: int | None) -> Float[Tensor, "batch head key"]:
-    """Sums of squares down the columns; in blocks of rows, so that the squares of a long prompt are never all there.
-
-    `reach` = r promises that row i has no mass beyond key r + i, so a block is not looked at beyond its last row's.
-    """
-    energy = keys.new_zeros((*keys.shape[:-2], keys.shape[-1]))
-    for low in range(0, keys.shape[-2], _ROWS_AT_ONCE):
-        high = keys.shape[-1] if reach is None else reach + low + _ROWS_AT_ONCE
-        block = keys[..., low : low + _ROWS_AT_ONCE, :high]
-        energy[..., : block.shape[-1]] += block.square().sum(-2)
-    return energy
+def _energy(rows: Rows) -> Float[Tensor, "batch head key"]:
+    if not rows.self_attention or rows.n_key == 0:
+        energy = rows.pattern.square().sum(-2)
+    else:
+        own = rows.position.clamp_min(0)[:, None].expand(*rows.pattern.shape[:-1])
+        energy = rows.off_diagonal_energy().scatter_add(-1, own, rows.diagonal().square())
+    if rows.sink is None:
+        return energy
+    return torch.cat([rows.sink.square().sum(-1, keepdim=True), energy], -1)
 
 
 def _seen(value: Tensor | None) -> Tensor:

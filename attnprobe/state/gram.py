@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnprobe.functional.gram import BlockGram
-from attnprobe.functional.lanczos import eigenvalue_beside
+from attnprobe.functional.lanczos import SMALL, eigenvalue_beside, eigenvalue_beside_of
 from attnprobe.rows import Rows
 from attnprobe.state.columns import Columns
 from attnprobe.state.statistic import Statistic
@@ -34,13 +34,21 @@ class Gram(Statistic):
             mass = columns.mass
             tiny = torch.finfo(mass.dtype).tiny
             inside = mass >= tiny
-            matrix = self.matrix.dense(torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0))
+            scale = torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0)
             known = torch.where(inside, mass, 0.0).sqrt()
             known = known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
-            # by rows first: one long float32 sum would lose digits
-            square = torch.linalg.vector_norm(matrix, dim=-1).square().sum(-1)
-            self._spectrum = square, eigenvalue_beside(matrix, known)
+            square = self.matrix.weighted_square(scale.square().unsqueeze(-2)).squeeze(-1)
+            self._spectrum = square, self._second_eigenvalue(scale, known)
         return self._spectrum
+
+    def _second_eigenvalue(
+        self, scale: Float[Tensor, "batch head key"], known: Float[Tensor, "batch head key"]
+    ) -> Float[Tensor, "batch head"]:
+        n = self.matrix.size
+        if scale.device.type == "cpu" and n > SMALL:  # without a second, full copy of the matrix
+            values = eigenvalue_beside_of(self.matrix.operators(scale), known.reshape(-1, n))
+            return values.reshape(scale.shape[:-1])
+        return eigenvalue_beside(self.matrix.dense(scale), known)
 
     def _update(self, rows: Rows) -> None:
         self._spectrum = None

@@ -48,7 +48,9 @@ class OffDiagonal(Statistic):
         return self._energy
 
     def _update(self, rows: Rows) -> None:
-        self._energy = added(self._energy, self.by_row(rows).sum(-1))
+        fused = rows.fused_sums()
+        energy = rows.off_diagonal_energy().sum(-1, dtype=torch.float64) if fused is None else fused.off_diagonal
+        self._energy = added(self._energy, energy.double())
 
     def _merge(self, other: Statistic) -> None:
         assert isinstance(other, OffDiagonal)

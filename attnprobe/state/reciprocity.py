@@ -33,6 +33,10 @@ class Reciprocity(Statistic):
         return rows.pattern.new_zeros(rows.pattern.shape[:2]) if self._total is None else self._total
 
     def _update(self, rows: Rows) -> None:
+        fused = rows.fused_sums()
+        if fused is not None:
+            self._total = added(self._total, fused.reciprocal)
+            return
         if rows.causal:
             self._total = added(self._total, rows.diagonal().square().sum(-1))
             return
