@@ -94,7 +94,8 @@ class RowBuilder:
             padded=self._queries.padded,
         )
         z = parts["z"].to(factors.dtype)
-        self.audit.look_at_factors(q, keys[:, :, start : start + new], z, position)
+        new_keys = torch.stack([keys[:, head, start : start + new] for head in factors.kv_head], 1)
+        self.audit.look_at_factors(q, new_keys, z, position)
         return self._rows(
             parts,
             n_heads,

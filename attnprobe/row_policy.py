@@ -56,13 +56,14 @@ class RowAudit:
     def look_at_factors(
         self,
         q: Float[Tensor, "batch head query d"],
-        k: Float[Tensor, "batch kv_head query d"],
+        k: Float[Tensor, "batch head query d"],
         z: Float[Tensor, "batch query head d"],
         position: Int[Tensor, "batch query"],
     ) -> None:
         """Take in what rows are made of: they are distributions by construction, but for what is no number."""
+        # a key that is no number spoils its own row and all later ones: the first is named
         finite = q.sum(-1).isfinite() & z.sum(-1).isfinite().transpose(1, 2)
-        finite &= k.sum(-1).isfinite().all(1, keepdim=True)
+        finite &= k.sum(-1).isfinite()
         self._note(torch.where(finite | (position < 0)[:, None], 0.0, torch.inf), position)
 
     def _note(self, excess: Float[Tensor, "batch head query"], position: Int[Tensor, "batch query"]) -> None:

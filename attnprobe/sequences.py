@@ -186,7 +186,7 @@ class Sequences:
         self.seen += new
         if new > 1 and self.padded:
             self.width = int(self._real.sum(1).max())
-            if self.width == 0:
+            if self.width == 0 and self.seen >= self._prompt_slots:  # not just the first chunk of a prompt
                 raise ValueError("the attention mask leaves no token at all: check that 1 marks real tokens.")
         else:
             self.width += new

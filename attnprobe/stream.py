@@ -175,6 +175,8 @@ class SiteStream:
         return value if heads is None or name in ("k", "v") else value[:, :, list(heads)]
 
     def _go_on(self, parts: dict[str, Tensor], plan: Plan) -> None:
+        if not self._queries.width:  # a first chunk that is padding for every sequence
+            return
         if plan.new > 1 or self.site.kind != "causal":
             self.flush()
             self._process(parts, plan.start, plan.new, plan.trace_from)

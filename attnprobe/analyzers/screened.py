@@ -171,7 +171,9 @@ class _Kept:
 
     def take(self, rows: Rows, *, traced: bool) -> None:
         if self.chunks:  # older keys are a part of the newer ones
-            self.chunks[-1] = _without_keys(self.chunks[-1])
+            older = self.chunks[-1]
+            bare = older.factors_or_raise.without_keys()
+            self.chunks[-1] = replace(older, pattern=None, factors=bare)  # type: ignore[arg-type] # never asked for
         self.chunks.append(replace(rows, pattern=None, z=None, v=None, k=None))  # type: ignore[arg-type] # computed
         self.traced = self.traced + 1 if traced else 0
 
@@ -211,10 +213,3 @@ class _Kept:
             shortest_prompt=self.last.shortest_prompt,
             tokens=None if tokens is None else tokens[pick],
         )
-
-
-def _without_keys(rows: Rows) -> Rows:
-    factors = rows.factors_or_raise
-    batch, kv_heads, _, d = factors.k.shape
-    bare = replace(factors, k=factors.k.new_empty(batch, kv_heads, 0, d))  # a slice would hold on to them
-    return replace(rows, pattern=None, factors=bare)  # type: ignore[arg-type] # never asked for

@@ -20,7 +20,8 @@ class SpectralEntropyBound(Analyzer):
     Results in nats: `entropy`, `centered_entropy`, `entropy_lower`, `entropy_upper`. O(d^2) memory a head.
 
     Args:
-        trace: keep the results at every step (a d x d eigenproblem a head and step); stride: at every stride-th, held between.
+        trace: keep the results at every step (a d x d eigenproblem a head and step); stride: at every
+            stride-th, held between.
 
     Needs the hook `hook_z`.
 

@@ -1,4 +1,4 @@
-"""The Token Difference Operator of a head: participation ratio and second eigenvalue."""
+"""The Token Difference Operator of a head: participation ratio, exact or sketched, and second eigenvalue."""
 
 from __future__ import annotations
 
@@ -10,33 +10,49 @@ from attnprobe.analyzers.base import Analyzer
 from attnprobe.functional.gram import prefix_key_weights, prefix_ratio_of_rows
 from attnprobe.functional.measures import Measure, unembedding_measure, zipf_measure
 from attnprobe.functional.patterns import safe_divide
+from attnprobe.functional.sketch import (
+    SketchedRatio,
+    check_rank,
+    ratio_of_square,
+    sketched_ratio_of_rows,
+    sketched_square,
+)
 from attnprobe.rows import Rows
-from attnprobe.state import Columns, Gram, Tokens
+from attnprobe.state import Columns, Gram, Queries, Sketch, Tokens
 
 MEASURES = ("intrinsic", "counting", "positional", "zipf", "unembedding")
 SCOPES = ("prefix", "generation", "generation-raw")
+METHODS = ("exact", "sketch")
 _SOURCE = "Spectral Geometry of Attention (arXiv 2610.06012), Token Difference Operator"
 
 
 class TDO(Analyzer):
-    """Participation ratio and lambda_2 of D = Omega_mu^-1 A^T Omega_pi A, exactly.
+    """Participation ratio and lambda_2 of D = Omega_mu^-1 A^T Omega_pi A.
 
     Results: `participation_ratio` in (0, 1]: the fraction of directions among tokens that the head keeps apart,
     and `lambda2`: its second eigenvalue (dimensionless). Other measures and scopes are named in the result:
     `participation_ratio_counting`, `participation_ratio_generation`, ...
 
-    Keeps the Gram matrix: O(n^2) memory a head and O(n^2) time a row.
+    `method="exact"` keeps the Gram matrix: O(n^2) memory a head and O(n^2) time a row. `method="sketch"` keeps `rank`
+    random combinations of the rows: O(rank n) of both, worth it for texts several times longer than the rank. Its
+    participation ratio is an estimate, with `participation_ratio_standard_error` beside it, and lambda_2 is left out.
+    A step of a trace costs the sketch O(rank^2 n): it saves memory there, and time only in very long texts.
 
     Args:
         measure: "intrinsic" (default), "counting", "positional", "zipf" or "unembedding" (SPEC of each: see
             `attnprobe.functional.measures`). The last two read token ids.
         scope: "prefix": all tokens so far; "generation": the generation block, rows renormalised;
             "generation-raw": the same with raw rows.
-        lambda2: also compute lambda_2 (final value only; one Lanczos iteration a head at the end).
-        trace: keep the participation ratio at every step.
+        method: "exact" (default) or "sketch".
+        rank: rows of the sketch, at least 16. The relative error is about 2/rank for most heads.
+        seed: of the sketch's random signs; the same seed gives the same numbers.
+        lambda2: also compute lambda_2 (final value only, by Lanczos iteration at the end). By default with the exact
+            method. Beside a sketch it needs a host that shows queries and keys (a plain transformers model): they are
+            kept, and the rows are computed again about ten times.
+        trace: keep the participation ratio at every step; stride: at every stride-th, held between.
 
     Raises:
-        ValueError: unknown measure or scope.
+        ValueError: unknown measure, scope or method, a rank or seed out of range, or lambda2 of a sketch.
 
     >>> import torch
     >>> from attnprobe import Rows, TDO
@@ -53,21 +69,37 @@ class TDO(Analyzer):
         measure: str = "intrinsic",
         *,
         scope: str = "prefix",
-        lambda2: bool = True,
+        method: str = "exact",
+        rank: int = 128,
+        seed: int = 0,
+        lambda2: bool | None = None,
         trace: bool = False,
+        stride: int = 1,
     ) -> None:
-        super().__init__(trace=trace)
+        super().__init__(trace=trace, stride=stride)
         if measure not in MEASURES:
             raise ValueError(f"unknown measure {measure!r}: choose one of {', '.join(MEASURES)}.")
         if scope not in SCOPES:
             raise ValueError(f"unknown scope {scope!r}: choose one of {', '.join(SCOPES)}.")
+        if method not in METHODS:
+            raise ValueError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}.")
+        check_rank(rank, seed)
+        if method == "sketch" and lambda2 and (measure != "intrinsic" or scope != "prefix"):
+            raise ValueError(
+                "beside a sketch, lambda_2 is computed for the intrinsic measure over the whole prefix only: use "
+                "method='exact', or leave lambda2 out."
+            )
         self.measure = measure
         self.scope = scope
-        self.lambda2 = lambda2
+        self.method = method
+        self.rank = rank
+        self.seed = seed
+        self.lambda2 = method == "exact" if lambda2 is None else lambda2
         suffix = "".join(
             f"_{part.replace('-', '_')}" for part in (measure, scope) if part not in ("intrinsic", "prefix")
         )
         self.ratio_name = f"participation_ratio{suffix}"
+        self.error_name = f"{self.ratio_name}_standard_error"
         self.lambda2_name = f"lambda2{suffix}"
         if self._by_token:
             self.needs = ("pattern", "tokens")
@@ -76,8 +108,16 @@ class TDO(Analyzer):
     def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override] # names depend on the settings here
         """Descriptions of the results, with the measure and scope they belong to."""
         described = {"units": "1", "source": _SOURCE, "measure": self.measure, "scope": self.scope}
+        ratio = "participation ratio (tr S)^2 / (n ||S||_F^2)"
+        if self._sketched:
+            described["method"] = f"random-sign sketch of rank {self.rank}, seed {self.seed}"
+            return {
+                self.ratio_name: {"long_name": ratio, **described},
+                self.error_name: {"long_name": "standard error of the estimated participation ratio", **described},
+                self.lambda2_name: {"long_name": "second eigenvalue of the TDO", **described},
+            }
         return {
-            self.ratio_name: {"long_name": "participation ratio (tr S)^2 / (n ||S||_F^2)", **described},
+            self.ratio_name: {"long_name": ratio, **described},
             self.lambda2_name: {"long_name": "second eigenvalue of the TDO", **described},
         }
 
@@ -85,42 +125,88 @@ class TDO(Analyzer):
         self._refuse(rows)
         scoped = self._scoped(rows)
         self._columns.update(scoped)
-        self._gram.update(scoped)
+        (self._sketch if self._sketched else self._gram).update(scoped)
+        if self._sketched and self.lambda2:
+            self.use(Queries).update(rows)
         if self._by_token:
             self.use(Tokens, self.scope).update(scoped)
 
     def compute(self) -> dict[str, Tensor]:
-        columns, gram = self._columns, self._gram
+        columns = self._columns
         mass = columns.mass
         if mass.shape[-1] == 0:
             nan = mass.new_full(mass.shape[:-1], torch.nan)
-            return {self.ratio_name: nan} | ({self.lambda2_name: nan} if self.lambda2 else {})
+            return dict.fromkeys(self._ratio_names, nan) | ({self.lambda2_name: nan} if self.lambda2 else {})
         count = columns.count[:, None]
         weights = prefix_key_weights(mass.unsqueeze(-2), count[..., None], self._measure()).squeeze(-2)
-        if self.lambda2 and self._known_first_pair:
-            square, second = gram.intrinsic_spectrum(columns)
-        else:
-            square = gram.matrix.weighted_square(weights.unsqueeze(-2)).squeeze(-1)
-            second = self._second_eigenvalue(weights) if self.lambda2 else square
         trace = (columns.energy * weights).sum(-1)
-        result = {self.ratio_name: safe_divide(trace.square(), count * square)}
-        if self.lambda2:
-            result[self.lambda2_name] = second
-        seen = columns.count[:, None] > 0  # a generation block without rows has no number
+        if self._sketched:
+            estimate = sketched_square(self._sketch.value, mass, count, weights, trace)
+            result = self._named(ratio_of_square(trace, count, estimate))
+            if self.lambda2:
+                result[self.lambda2_name] = self.use(Queries).second_eigenvalue(mass)
+        else:
+            result = self._exact(weights, trace)
+        seen = count > 0  # a generation block without rows has no number
         return {name: torch.where(seen, value, torch.nan) for name, value in result.items()}
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
         scoped = self._scoped(rows)
         if scoped.pattern.shape[-1] == 0:  # a generation block before the first generated token
-            return {self.ratio_name: torch.full_like(scoped.pattern.sum(-1), torch.nan)}
-        columns, gram = self._columns, self._gram
-        mass, energy = columns.before(scoped)
+            return dict.fromkeys(self._ratio_names, torch.full_like(scoped.pattern.sum(-1), torch.nan))
+        mass, energy = self._columns.before(scoped)
         measure: Measure = self.measure
         if self._by_token:
             measure = self._weights_of(scoped.tokens, scoped.sink is not None).to(mass)
         position = scoped.position[:, None]
-        ratio = prefix_ratio_of_rows(gram.matrix, mass, energy, scoped.keys, position, measure)
-        return {self.ratio_name: torch.where(position >= 0, ratio, torch.nan)}
+        keys = scoped.keys
+        if self._sketched:
+            sketches = self._sketch.prefixes(scoped)
+            result = self._named(sketched_ratio_of_rows(sketches, mass, energy, keys, position, measure))
+        else:
+            ratio = prefix_ratio_of_rows(self._gram.matrix, mass, energy, keys, position, measure)
+            result = {self.ratio_name: ratio}
+        return {name: torch.where(position >= 0, value, torch.nan) for name, value in result.items()}
+
+    def merge(self, other: Analyzer) -> None:
+        """Add what another analyzer with the same settings saw: other rows of the same sequences.
+
+        Raises:
+            TypeError: the other is of another class.
+            ValueError: its settings differ, so that it kept other sums.
+        """
+        if isinstance(other, TDO) and other._settings != self._settings:
+            raise ValueError(f"cannot merge {other!r} into {self!r}: their settings differ.")
+        super().merge(other)
+
+    @property
+    def _settings(self) -> tuple[object, ...]:
+        """What decides which sums are kept."""
+        sketch = (self.rank, self.seed) if self._sketched else ()
+        return (self._by_token, self.scope, self.method, *sketch)
+
+    @property
+    def _sketched(self) -> bool:
+        return self.method == "sketch"
+
+    @property
+    def _ratio_names(self) -> tuple[str, ...]:
+        return (self.ratio_name, self.error_name) if self._sketched else (self.ratio_name,)
+
+    def _named(self, estimate: SketchedRatio) -> dict[str, Tensor]:
+        return dict(zip(self._ratio_names, estimate, strict=True))
+
+    def _exact(
+        self, weights: Float[Tensor, "batch head key"], trace: Float[Tensor, "batch head"]
+    ) -> dict[str, Float[Tensor, "batch head"]]:
+        columns, gram = self._columns, self._gram
+        if self.lambda2 and self._known_first_pair:
+            square, second = gram.intrinsic_spectrum(columns)
+        else:
+            square = gram.matrix.weighted_square(weights.unsqueeze(-2)).squeeze(-1)
+            second = self._second_eigenvalue(weights) if self.lambda2 else square
+        ratio = safe_divide(trace.square(), columns.count[:, None] * square)
+        return {self.ratio_name: ratio} | ({self.lambda2_name: second} if self.lambda2 else {})
 
     @property
     def _columns(self) -> Columns:
@@ -129,6 +215,10 @@ class TDO(Analyzer):
     @property
     def _gram(self) -> Gram:
         return self.use(Gram, self.scope)
+
+    @property
+    def _sketch(self) -> Sketch:
+        return self.use(Sketch, self.scope, rank=self.rank, seed=self.seed)
 
     def _scoped(self, rows: Rows) -> Rows:
         if self.scope == "prefix":
@@ -190,10 +280,11 @@ class IntrinsicTDO(TDO):
     """The Token Difference Operator under the intrinsic measure mu = A^T pi of the head itself.
 
     Results: `participation_ratio` in (0, 1] and `lambda2` in [0, 1]. A copy map has participation ratio 1, a map
-    that sends every query to one key has 1/n, whatever mass a head keeps on a sink beside what it routes.
+    that sends every query to one key has 1/n, whatever mass a head keeps on a sink beside what it routes. With
+    `method="sketch"`: `participation_ratio` and `participation_ratio_standard_error`.
 
     Args:
-        scope, lambda2, trace: as in `TDO`.
+        scope, method, rank, seed, lambda2, trace, stride: as in `TDO`.
 
     >>> import torch
     >>> from attnprobe import IntrinsicTDO, Rows
@@ -203,9 +294,24 @@ class IntrinsicTDO(TDO):
     >>> tdo.update(Rows.from_pattern(sink))
     >>> {name: value.item() for name, value in tdo.compute().items()}
     {'participation_ratio': 0.25, 'lambda2': 0.0}
+    >>> tdo = IntrinsicTDO(method="sketch", rank=16)
+    >>> tdo.update(Rows.from_pattern(sink))
+    >>> {name: round(value.item(), 3) for name, value in tdo.compute().items()}
+    {'participation_ratio': 0.25, 'participation_ratio_standard_error': 0.0}
 
     Source: [SG] arXiv 2610.06012.
     """
 
-    def __init__(self, *, scope: str = "prefix", lambda2: bool = True, trace: bool = False) -> None:
-        super().__init__("intrinsic", scope=scope, lambda2=lambda2, trace=trace)
+    def __init__(
+        self,
+        *,
+        scope: str = "prefix",
+        method: str = "exact",
+        rank: int = 128,
+        seed: int = 0,
+        lambda2: bool | None = None,
+        trace: bool = False,
+        stride: int = 1,
+    ) -> None:
+        options = {"method": method, "rank": rank, "seed": seed, "lambda2": lambda2}
+        super().__init__("intrinsic", scope=scope, trace=trace, stride=stride, **options)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from attnprobe.functional.measures import (
 from attnprobe.functional.patterns import CheckedPattern, check_pattern
 from attnprobe.functional.recurrence import recurrent_confidence, recurrent_log_confidence
 from attnprobe.functional.routing import RoutingSplit, routing_split, split_from_moments
+from attnprobe.functional.sketch import SketchedRatio, sketched_participation_ratio
 from attnprobe.functional.tdo import participation_ratio, tdo_matrix, tdo_spectrum
 from attnprobe.functional.transport import (
     PrefixCapacity,
@@ -37,6 +38,7 @@ __all__ = [
     "HodgeSplit",
     "PrefixCapacity",
     "RoutingSplit",
+    "SketchedRatio",
     "SpectralCapacity",
     "ThresholdCapacity",
     "asymmetry",
@@ -57,6 +59,7 @@ __all__ = [
     "recurrent_confidence",
     "recurrent_log_confidence",
     "routing_split",
+    "sketched_participation_ratio",
     "spectral_capacity",
     "spectral_entropy",
     "split_from_moments",

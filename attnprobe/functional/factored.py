@@ -81,6 +81,30 @@ class Factors:
             pattern = torch.where((self.position >= 0)[:, None, :, None], pattern, 0.0)
         return pattern
 
+    def without_keys(self) -> Factors:
+        """The queries alone, holding on to no keys (a slice of none would)."""
+        batch, kv_heads, _, d = self.k.shape
+        return replace(self, k=self.k.new_empty(batch, kv_heads, 0, d))
+
+    def normal_product(
+        self, x: Float[Tensor, "batch head width key"], rows_at_once: int | None = None
+    ) -> Float[Tensor, "batch head width key"]:
+        """A^T A x for a few vectors; rows are computed in blocks, so that the pattern is never all there.
+
+        Args:
+            x: [batch, head, width, key].
+            rows_at_once: rows of a block; by default as many as make 2 million numbers, 64 at least.
+        """
+        batch, heads, n_query, _ = self.q.shape
+        if rows_at_once is None:
+            rows_at_once = max(64, (1 << 21) // max(1, batch * heads * self.k.shape[2]))
+        out = torch.zeros_like(x)
+        for low in range(0, n_query, rows_at_once):
+            pattern = self[low : low + rows_at_once].pattern().to(x.dtype)
+            n_key = pattern.shape[-1]
+            out[..., :n_key] += (x[..., :n_key] @ pattern.mT) @ pattern
+        return out
+
     def _products(self, q: Tensor, k: Tensor) -> Float[Tensor, "batch head query key"]:
         batch, heads, n_query, d = q.shape
         group = -(-heads // k.shape[1])
@@ -88,7 +112,8 @@ class Factors:
             # heads that share keys go through one product, without a copy of the keys
             grouped = q.reshape(batch, k.shape[1], group * n_query, d) @ k.mT
             return grouped.reshape(batch, heads, n_query, k.shape[2])
-        return q @ k[:, list(self.kv_head)].mT
+        # (an index list would travel to the device, and the host wait for it)
+        return q @ torch.stack([k[:, head] for head in self.kv_head], 1).mT
 
     def _hidden(self, low: int, high: int) -> Tensor:
         """[batch or 1, query, key] keys low..high that a row does not see; padding is given one key to stand on."""

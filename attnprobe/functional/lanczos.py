@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 # Vectors a pass: on a CPU three cost what one costs, fewer passes are needed, and more make the projected problems
@@ -97,19 +97,60 @@ def eigenvalue_beside_of(
     return known.new_tensor(values).clamp_min(0.0)
 
 
-def _block_lanczos(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> Float[Tensor, "batch"]:
-    n = a.shape[-1]
-    value = a.new_full(a.shape[:1], torch.nan)
-    going = torch.arange(a.shape[0], device=a.device)
-    krylov = _Krylov(a, u)
-    quadratic, linear = (1e-5, 3e-4) if a.dtype == torch.float32 else (1e-11, 1e-9)
+def eigenvalue_beside_operator(
+    product: Callable[[Float[Tensor, "*batch width n"]], Float[Tensor, "*batch width n"]],
+    known: Float[Tensor, "*batch n"],
+) -> Float[Tensor, "*batch"]:
+    """`eigenvalue_beside` of operators that are known by what they do to a few vectors at once, all together.
+
+    The same block Lanczos iteration. What has not converged at its last step is given by its largest Ritz value, which
+    is below the eigenvalue by no more than its residual.
+
+    Args:
+        product: rows X -> X S for every operator.
+        known: [..., n] unit eigenvectors to leave out.
+
+    Returns:
+        [...].
+    """
+    batch, n = known.shape[:-1], known.shape[-1]
+
+    def flat(rows: Float[Tensor, "batch width n"]) -> Float[Tensor, "batch width n"]:
+        return product(rows.reshape(*batch, *rows.shape[-2:])).reshape(rows.shape)
+
+    u = known.reshape(-1, 1, n)
+    if n <= SMALL:
+        return _dense(flat(torch.eye(n, dtype=u.dtype, device=u.device).expand(u.shape[0], n, n)), u).reshape(batch)
+    krylov = _Krylov(flat, u, u.squeeze(1) > 0)
+    ritz = u.new_zeros(u.shape[0])
     for check in _CHECKS:
         if _WIDTH * check >= n:
             break
         krylov.advance(check)
         ritz, residual, error = krylov.largest()
-        scale = ritz.clamp_min(torch.finfo(a.dtype).eps)
-        converged = (error <= quadratic * scale) & (residual <= linear * scale)
+        if bool(_converged(ritz, residual, error).all()):
+            break
+    return ritz.clamp_min(0.0).reshape(batch)
+
+
+def _converged(ritz: Tensor, residual: Tensor, error: Tensor) -> Tensor:
+    quadratic, linear = (1e-5, 3e-4) if ritz.dtype == torch.float32 else (1e-11, 1e-9)
+    scale = ritz.clamp_min(torch.finfo(ritz.dtype).eps)
+    return (error <= quadratic * scale) & (residual <= linear * scale)
+
+
+def _block_lanczos(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> Float[Tensor, "batch"]:
+    n = a.shape[-1]
+    value = a.new_full(a.shape[:1], torch.nan)
+    going = torch.arange(a.shape[0], device=a.device)
+    # rows times a symmetric matrix: the layout that reads the matrix in order
+    krylov = _Krylov(a.__rmatmul__, u, a.diagonal(dim1=-2, dim2=-1) > 0)
+    for check in _CHECKS:
+        if _WIDTH * check >= n:
+            break
+        krylov.advance(check)
+        ritz, residual, error = krylov.largest()
+        converged = _converged(ritz, residual, error)
         value[going[converged]] = ritz[converged]
         still = ~converged
         left = int(still.sum())
@@ -117,26 +158,35 @@ def _block_lanczos(a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"])
             return value
         if left <= _SHRINK * len(going):
             going = going[still]
-            krylov.keep(still)
+            krylov.keep(still, a[going].__rmatmul__)
     open_ = value.isnan()
     value[open_] = _dense(a[open_], u[open_])
     return value
 
 
-class _Krylov:
-    """Orthonormal rows spanning the Krylov space of each matrix, beside the known vector, and their images."""
+_Product = Callable[[Tensor], Tensor]
 
-    def __init__(self, a: Float[Tensor, "batch n n"], u: Float[Tensor, "batch 1 n"]) -> None:
-        self.a = a
+
+class _Krylov:
+    """Orthonormal rows spanning the Krylov space of each operator, beside the known vector, and their images.
+
+    Args:
+        product: rows X -> X S for every operator.
+        u: the known vectors.
+        lives: [batch, n] where the operator lives: keys that are dropped have empty rows.
+    """
+
+    def __init__(self, product: _Product, u: Float[Tensor, "batch 1 n"], lives: Bool[Tensor, "batch n"]) -> None:
+        self.product = product
+        batch, _, n = u.shape
         rows = 1 + _CHECKS[-1] * _WIDTH
-        self.basis = a.new_empty(a.shape[0], min(rows, a.shape[-1] + 1), a.shape[-1])
+        self.basis = u.new_empty(batch, min(rows, n + 1), n)
         self.images = torch.empty_like(self.basis)
         self.basis[:, :1] = u  # the known vector is row 0: what is orthogonal to the basis is beside it
         self.size = 1
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(_WIDTH, a.shape[-1], generator=generator, dtype=torch.float64).to(a)
-        # only where the operator lives: keys that are dropped have empty rows
-        self._add(start * (a.diagonal(dim1=-2, dim2=-1) > 0).unsqueeze(-2))
+        start = torch.randn(_WIDTH, n, generator=generator, dtype=torch.float64).to(u)
+        self._add(start * lives.unsqueeze(-2))
 
     def advance(self, steps: int) -> None:
         """Widen the space to that many steps."""
@@ -153,9 +203,9 @@ class _Krylov:
         gap = (values[:, :1] - values[:, 1:]).clamp_min(torch.finfo(values.dtype).tiny)
         return values[:, 0], squared[:, 0].sqrt(), (squared / gap).amin(-1)
 
-    def keep(self, chosen: Tensor) -> None:
-        """Go on with some of the matrices."""
-        self.a, self.basis, self.images = self.a[chosen], self.basis[chosen], self.images[chosen]
+    def keep(self, chosen: Tensor, product: _Product) -> None:
+        """Go on with some of the operators."""
+        self.product, self.basis, self.images = product, self.basis[chosen], self.images[chosen]
 
     def _add(self, rows: Float[Tensor, "batch width n"]) -> None:
         """Take in the rows, orthonormalised; zero rows where the space is exhausted."""
@@ -170,8 +220,7 @@ class _Krylov:
         rows = torch.bmm((vectors * inverse.unsqueeze(-2)).mT, wide).to(rows.dtype)
         high = self.size + _WIDTH
         self.basis[:, self.size : high] = rows
-        # rows times a symmetric matrix: the layout that reads the matrix in order
-        self.images[:, self.size : high] = torch.bmm(rows, self.a)
+        self.images[:, self.size : high] = self.product(rows)
         self.size = high
 
 

@@ -37,11 +37,13 @@ class TransformersHost:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._modules = {
-            Site(name=f"blocks.{module.layer_idx}.attn", stack="blocks", layer=int(module.layer_idx)): module
-            for module in model.modules()
-            if _is_causal_attention(module)
-        }
+        self._modules: dict[Site, Any] = {}
+        for path, module in model.named_modules():
+            if _is_causal_attention(module):
+                site = Site(name=f"blocks.{module.layer_idx}.attn", stack="blocks", layer=int(module.layer_idx))
+                if site in self._modules:  # a second decoder in the model goes by its own path
+                    site = Site(name=path, stack=path.split(".")[0], layer=site.layer)
+                self._modules[site] = module
 
     @property
     def n_layers(self) -> int | None:
@@ -213,7 +215,7 @@ def _watching(module: Any, ear: _Ear) -> Iterator[None]:
         _, own, count = _served.pop(id(config))
         if count > 1:
             _served[id(config)] = (config, own, count - 1)
-        elif config._attn_implementation == name:  # else the user has set another since: theirs stays
+        elif str(config._attn_implementation).startswith(_PREFIX):  # else the user has set another since: theirs stays
             config._attn_implementation_internal = own
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable
-from typing import TypeVar
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,11 +58,19 @@ class StatisticPool:
     def __init__(self) -> None:
         self._statistics: dict[Hashable, Statistic] = {}
 
-    def get(self, kind: type[S], scope: str = "prefix") -> S:
-        """The statistic of this kind over this scope, made on first use."""
-        statistic = self._statistics.setdefault((kind, scope), kind())
+    def get(self, kind: type[S], scope: str = "prefix", **options: Hashable) -> S:
+        """The statistic of this kind over this scope, `kind(**options)`, made on first use."""
+        key = statistic_key(kind, scope, options)
+        if key not in self._statistics:
+            self._statistics[key] = kind(**options)
+        statistic = self._statistics[key]
         assert isinstance(statistic, kind)
         return statistic
+
+
+def statistic_key(kind: type[Statistic], scope: str, options: Mapping[str, Hashable]) -> tuple[Any, ...]:
+    """What tells one statistic of a site from another: (kind, scope), and (name, value) of every option."""
+    return (kind, scope, *sorted(options.items()))
 
 
 def padded_sum(total: Tensor | None, addend: Tensor) -> Tensor:
