@@ -1,0 +1,183 @@
+"""What is computed from queries and keys at the end: the chosen head of SAUQ, and lambda_2 beside a sketch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnprobe as ap
+from attnprobe.analyzers import TDO, ScreenedTDO
+from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.functional.factored import Factors
+from attnprobe.functional.gram import BlockGram
+from attnprobe.functional.lanczos import eigenvalue_beside, eigenvalue_beside_of, eigenvalue_beside_operator
+from attnprobe.functional.screening import first_largest
+from attnprobe.rows import Rows
+
+HEADS, KV_HEADS, D = 4, 2, 6
+
+
+def factors(lengths: list[int], seed: int = 0, scale: float = 2.0) -> Factors:
+    """Queries and keys of a batch, shorter sequences padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    n, batch = max(lengths), len(lengths)
+    q = scale * torch.randn(batch, HEADS, n, D, generator=generator, dtype=torch.float64)
+    k = torch.randn(batch, KV_HEADS, n, D, generator=generator, dtype=torch.float64)
+    position = torch.where(torch.arange(n) < torch.tensor(lengths)[:, None], torch.arange(n), -1)
+    return Factors(q, k, position, kv_head=(0, 0, 1, 1), scaling=D**-0.5, padded=len(set(lengths)) > 1)
+
+
+def rows_of(whole: Factors, prompt: list[int]) -> Rows:
+    return Rows(
+        pattern=None,
+        factors=whole,
+        position=whole.position,
+        prompt_length=torch.tensor(prompt),
+        shortest_prompt=min(prompt),
+    )
+
+
+def trace(analyzers: list[ap.Analyzer], rows: Rows, untraced: int, cuts: tuple[int, ...] = ()) -> dict:
+    started = [analyzer.start() for analyzer in analyzers]
+    tracer = Tracer(started)
+    for low, high in zip((0, *cuts), (*cuts, rows.n_query), strict=True):
+        feed(rows[low:high], started, tracer, untraced=min(max(untraced - low, 0), high - low))
+    return tracer.values(rows.position.shape[0])[0]
+
+
+@pytest.mark.parametrize("cuts", [(), (3, 12), (11, 12, 13, 14, 20)])
+@pytest.mark.parametrize("screen", ["final", "mean"])
+@pytest.mark.parametrize("measure", ["intrinsic", "counting"])
+def test_the_chosen_head_has_the_trace_it_has_among_all_heads(cuts, screen, measure):
+    rows = rows_of(factors([26]), [11])
+    found = trace([ScreenedTDO(measure, screen=screen)], rows, 10, cuts)
+    every = trace([TDO(measure, trace=True), TDO(measure, scope="generation", trace=True)], rows, 10)
+    prefix, block = TDO(measure).ratio_name, TDO(measure, scope="generation").ratio_name
+    torch.testing.assert_close(found[block], every[block], rtol=1e-9, atol=1e-9, equal_nan=True)
+    steps = every[block][0, :, -1] if screen == "final" else every[block][0, :, 1:].mean(-1)
+    chosen = int(steps.argmax())
+    torch.testing.assert_close(found[prefix][0, chosen], every[prefix][0, chosen], rtol=1e-9, atol=1e-9)
+    followed = ~found[prefix].isnan().all(-1)[0]
+    assert 1 <= int(followed.sum()) <= 2  # the last step's choice and that of the one before
+
+
+def test_a_batch_of_different_lengths_chooses_for_each():
+    lengths, prompts = [26, 21], [11, 11]
+    whole = factors(lengths, seed=3)
+    found = trace([ScreenedTDO()], rows_of(whole, prompts), 10)["participation_ratio"]
+    for i, length in enumerate(lengths):
+        one = Factors(
+            whole.q[i : i + 1, :, :length],
+            whole.k[i : i + 1, :, :length],
+            whole.position[i : i + 1, :length],
+            whole.kv_head,
+            whole.scaling,
+        )
+        alone = trace([ScreenedTDO()], rows_of(one, [11]), 10)["participation_ratio"]
+        for head in (~alone.isnan().all(-1)[0]).nonzero().flatten():
+            torch.testing.assert_close(found[i, head, : alone.shape[-1]], alone[0, head], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("n_generated", [1, 2])
+def test_so_few_tokens_follow_every_head(n_generated):
+    rows = rows_of(factors([8 + n_generated]), [9])
+    found = trace([ScreenedTDO()], rows, 8)["participation_ratio"]
+    every = trace([TDO(trace=True)], rows, 8)["participation_ratio"]
+    torch.testing.assert_close(found, every, rtol=1e-9, atol=1e-9)
+
+
+def test_a_pattern_is_followed_as_it_comes():
+    whole = factors([20])
+    given = Rows.from_pattern(whole.pattern(), prompt_length=torch.tensor([9]), shortest_prompt=9)
+    found = trace([ScreenedTDO()], given, 8)
+    every = trace([TDO(trace=True)], given, 8)
+    torch.testing.assert_close(found["participation_ratio"], every["participation_ratio"], rtol=1e-9, atol=1e-9)
+
+
+def test_the_stride_of_the_prefix_holds_values_between():
+    rows = rows_of(factors([30]), [11])
+    found = trace([ScreenedTDO(stride=4)], rows, 10)["participation_ratio"]
+    every = trace([ScreenedTDO()], rows, 10)["participation_ratio"]
+    held = every[..., [4 * (i // 4) for i in range(every.shape[-1])]]
+    torch.testing.assert_close(found, held, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_keys_of_older_rows_are_let_go():
+    analyzer = ScreenedTDO()
+    started = analyzer.start()
+    rows = rows_of(factors([24]), [10])
+    for low in range(0, 24, 6):
+        started.update(rows[low : low + 6])
+    held = [chunk.factors.k.untyped_storage().nbytes() for chunk in started._kept.chunks[:-1]]
+    assert held == [0, 0, 0]
+
+
+def test_screening_refuses_to_merge():
+    with pytest.raises(TypeError, match="cannot be merged"):
+        ScreenedTDO().merge(ScreenedTDO())
+
+
+def test_ties_go_to_the_lowest_head():
+    values = torch.tensor([[0.1, 0.7, 0.7 * (1 + 1e-10), float("nan")], [float("nan"), 0.2, 0.3, 0.3]])
+    assert first_largest(values.double(), 1e-9).tolist() == [1, 2]
+
+
+# -- lambda_2 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lengths", "window"), [([150], None), ([150, 120], None), ([140], 20)])
+def test_lambda2_from_queries_and_keys_is_that_of_the_dense_operator(lengths, window):
+    whole = factors(lengths, scale=1.0)
+    if window is not None:
+        whole = Factors(whole.q, whole.k, whole.position, whole.kv_head, whole.scaling, window)
+    rows = rows_of(whole, lengths)
+    analyzer = ap.IntrinsicTDO(method="sketch", rank=16, lambda2=True)
+    for low in range(0, rows.n_query, 40):
+        analyzer.update(rows[low : min(low + 40, rows.n_query)])
+    found = analyzer.compute()["lambda2"]
+    for i, length in enumerate(lengths):
+        expected = ap.functional.tdo_spectrum(whole.pattern()[i, :, :length, :length], 2)[..., 1]
+        torch.testing.assert_close(found[i], expected, rtol=1e-8, atol=1e-9)
+
+
+def test_lambda2_beside_a_sketch_needs_queries_and_keys():
+    rows = Rows.from_pattern(torch.eye(4).reshape(1, 1, 4, 4))
+    with pytest.raises(ValueError, match="queries and keys, which this host does not show"):
+        ap.IntrinsicTDO(method="sketch", lambda2=True).update(rows)
+
+
+@pytest.mark.parametrize("n", [5, 130, 200])
+def test_the_three_ways_to_the_second_eigenvalue_agree(n):
+    whole = factors([n], scale=1.0)
+    pattern = whole.pattern()
+    mass = pattern.sum(-2)
+    scale, known = mass.rsqrt(), mass.sqrt()
+    known = known / known.norm(dim=-1, keepdim=True)
+    gram = BlockGram()
+    gram.add_(pattern, causal_start=0)
+    dense = eigenvalue_beside(gram.dense(scale), known)
+    by_blocks = eigenvalue_beside_of(gram.operators(scale), known.reshape(-1, n)).reshape(1, HEADS)
+    again = eigenvalue_beside_operator(
+        lambda x: whole.normal_product(x * scale.unsqueeze(-2), 64) * scale.unsqueeze(-2), known
+    )
+    exact = ap.functional.tdo_spectrum(pattern, 2)[..., 1]
+    for found in (dense, by_blocks, again):
+        torch.testing.assert_close(found, exact, rtol=1e-8, atol=1e-9)
+
+
+@given(st.integers(1, 450), st.integers(0, 10))
+@settings(deadline=None, max_examples=25)
+def test_the_stored_half_is_the_whole_operator(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(2, n, n, generator=generator, dtype=torch.float64).tril()
+    gram = BlockGram()
+    for low in range(0, n, 100):
+        gram.add_(rows[:, low : low + 100, : low + 100], causal_start=low)
+    scale = torch.rand(2, n, generator=generator, dtype=torch.float64)
+    x = torch.randn(n, generator=generator, dtype=torch.float64)
+    for i, product in enumerate(gram.operators(scale)):
+        expected = scale[i] * (rows[i].mT @ (rows[i] @ (scale[i] * x)))
+        np.testing.assert_allclose(product(x.numpy()), expected.numpy(), rtol=1e-10, atol=1e-10)
