@@ -221,19 +221,17 @@ class Probe:
         parts = self._arrived.setdefault(site, {})
         parts[part] = value
         if len(parts) == len(self._parts):
-            with torch.inference_mode():
-                self._complete(site, parts)
+            self._complete(site, parts)
             self._arrived[site] = {}
             self._done.add(site)
 
     def on_attention(self, site: Site, attention: Attention) -> None:
         """An attention was computed at a site without a pattern (called by the host)."""
         self._expect(site)
-        with torch.inference_mode():
-            batch, _, n_query, _ = attention.q.shape
-            plan = self._plan(site.side, batch, n_query, attention.k.shape[2], attention.q.device)
-            if plan.new:
-                self._stream(site).take_attention(attention, plan)
+        batch, _, n_query, _ = attention.q.shape
+        plan = self._plan(site.side, batch, n_query, attention.k.shape[2], attention.q.device)
+        if plan.new:
+            self._stream(site).take_attention(attention, plan)
         self._done.add(site)
 
     def _expect(self, site: Site) -> None:

@@ -190,6 +190,7 @@ class SiteStream:
 
     # -- feeding -------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _process(self, parts: dict[str, Tensor], start: int, new: int, trace_from: int | None) -> None:
         untraced = new if trace_from is None or not self._tracer.active else trace_from
         size = self._block_rows(parts, start + new)

@@ -16,7 +16,7 @@ from attnprobe.rows import Rows
 
 # Entries [batch, head, query, key] of a block of rows, and the rows that a block has at least: blocks stay in the
 # processor's cache while one statistic after another reads them, and nothing of the size of a pattern is made.
-BLOCK_ENTRIES = 1 << 21
+BLOCK_ENTRIES = 1 << 22
 BLOCK_ROWS = 64
 
 
@@ -42,9 +42,14 @@ class Tracer:
 
     An analyzer with `stride` k is asked at every k-th step of each sequence, from its first one on; between them its
     last value stands.
+
+    Args:
+        analyzers: those with `trace` are traced.
+        rows_per_pass: rows that are traced together.
     """
 
-    def __init__(self, analyzers: Sequence[Analyzer]) -> None:
+    def __init__(self, analyzers: Sequence[Analyzer], rows_per_pass: int = ROWS_PER_PASS) -> None:
+        self._rows_per_pass = rows_per_pass
         self._traced = [analyzer for analyzer in analyzers if analyzer.trace]
         self._values: list[dict[str, Tensor]] = []
         self._position: list[Int[Tensor, "batch row"]] = []
@@ -59,7 +64,7 @@ class Tracer:
     def take(self, rows: Rows, analyzers: Sequence[Analyzer]) -> None:
         """Trace rows and let all analyzers take them in."""
         asked = {stride: _asked(rows, stride) for stride in {analyzer.stride for analyzer in self._traced}}
-        for low, high in _cuts(rows.n_query, asked):
+        for low, high in _cuts(rows.n_query, asked, self._rows_per_pass):
             part = rows[low:high]
             values: dict[str, Tensor] = {}
             for analyzer in self._traced:
@@ -107,13 +112,13 @@ def _asked(rows: Rows, stride: int) -> _Asked | None:
     return _Asked(mask, frozenset(mask.any(0).nonzero().flatten().tolist()))
 
 
-def _cuts(n_rows: int, asked: dict[int, _Asked | None]) -> list[tuple[int, int]]:
+def _cuts(n_rows: int, asked: dict[int, _Asked | None], rows_per_pass: int) -> list[tuple[int, int]]:
     """Chunks of rows: a row that is asked for at a stride begins one."""
     begins = {0, n_rows}
     for some in asked.values():
         begins |= some.rows if some is not None else frozenset()
     ordered = sorted(begins)
-    size = ROWS_PER_PASS if None in asked.values() else n_rows  # only rows that are traced need small chunks
+    size = rows_per_pass if None in asked.values() else n_rows  # only rows that are traced need small chunks
     return [
         (low, min(low + size, stop)) for start, stop in itertools.pairwise(ordered) for low in range(start, stop, size)
     ]

@@ -200,7 +200,7 @@ def _slope_without(
     product = product - 2 / (r - 2) * ((pairs @ seen.unsqueeze(-1)).squeeze(-1) - of_row * seen_without)
     offset = seen - seen.mean(-1, keepdim=True)
     variation = offset.square().sum(-1, keepdim=True) - offset.square() * r / (r - 1)
-    # Errors that are rounding have no slope: the trace is 1, and its root keeps slope times error at the size of rounding.
+    # errors that are rounding have no slope: the trace is 1, and slope times error stays at the size of rounding
     return product / variation.clamp_min(r * torch.finfo(seen.dtype).eps)
 
 
