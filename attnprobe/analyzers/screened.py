@@ -11,6 +11,7 @@ from torch import Tensor
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.analyzers.tdo import TDO
 from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.functional.gram import ROWS_PER_PASS
 from attnprobe.functional.screening import first_largest
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import StatisticPool
@@ -19,6 +20,8 @@ from attnprobe.state.statistic import StatisticPool
 BLOCK_TIE, PREFIX_TIE = 1e-9, 1e-6
 # Entries of the Gram matrices that are held at once while the chosen heads are replayed.
 _GRAM_ENTRIES = 1 << 25
+# Rows of the generation block that are traced together: its Gram matrix is small, so that passes cost little.
+_BLOCK_ROWS_PER_PASS = 16
 
 
 class ScreenedTDO(Analyzer):
@@ -150,7 +153,7 @@ class ScreenedTDO(Analyzer):
 
     def _trace_of(self, tdo: TDO, rows: Rows, untraced: int) -> dict[str, Tensor]:
         fresh = tdo.start(StatisticPool(), self.leverage)
-        tracer = Tracer([fresh])
+        tracer = Tracer([fresh], ROWS_PER_PASS if tdo is self._prefix_tdo else _BLOCK_ROWS_PER_PASS)
         feed(rows, [fresh], tracer, untraced)
         return tracer.values(rows.position.shape[0])[0]
 
