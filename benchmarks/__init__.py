@@ -1,0 +1,1 @@
+"""The benchmark suite; start it with `python benchmarks/run.py`."""
