@@ -32,7 +32,7 @@ class ScreenedTDO(Analyzer):
     of O(n^2) is held for the heads that lose. Their prefix ratios are NaN. Where the host makes patterns, all heads are
     followed as they come, and all have a prefix ratio.
 
-    Results are traces only, named as those of `TDO`: `participation_ratio`, `participation_ratio_generation`, ...
+    Results are traces only: `participation_ratio_screened` and, of every head, `participation_ratio_generation`.
 
     Args:
         measure: as in `TDO`.
@@ -56,13 +56,24 @@ class ScreenedTDO(Analyzer):
         self._prefix_tdo = TDO(measure, lambda2=False, trace=True)
         self._prefix_tdo.stride = Analyzer(stride=stride).stride
         self._block_tdo = TDO(measure, scope=block, lambda2=False, trace=True)
+        # not the name of `TDO`: a head that was not chosen has no value here
+        options = [block.removeprefix("generation-")] if block != "generation" else []
+        options += ([] if screen == "final" else [screen]) + ([] if stride == 1 else [f"stride{stride}"])
+        self.prefix_name = "_".join([self._prefix_tdo.ratio_name, "screened", *options])
+        self.block_name = self._block_tdo.ratio_name
         self.needs = self._prefix_tdo.needs
         self._kept = _Kept()
 
     @property
     def variables(self) -> dict[str, dict[str, str]]:  # type: ignore[override] # names depend on the settings here
         """Descriptions of the results."""
-        return {**self._prefix_tdo.variables, **self._block_tdo.variables}
+        prefix = self._prefix_tdo.variables[self._prefix_tdo.ratio_name]
+        described = {
+            **prefix,
+            "long_name": f"{prefix['long_name']}, of the chosen head",
+            "stride": str(self.prefix_stride),
+        }
+        return {self.prefix_name: described, **self._block_tdo.variables}
 
     def start(self, pool: StatisticPool | None = None, leverage: Tensor | None = None) -> ScreenedTDO:
         fresh = super().start(pool, leverage)
@@ -92,15 +103,16 @@ class ScreenedTDO(Analyzer):
     def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
         kept = self._kept
         if kept.tracer is not None:
-            return kept.tracer.values(0)[0]
+            traced = kept.tracer.values(0)[0]
+            return {self.prefix_name: traced[self._prefix_tdo.ratio_name], self.block_name: traced[self.block_name]}
         if not kept.traced:
             return {}
         rows = kept.traced_rows()
-        block = self._trace_of(self._block_tdo, rows, untraced=0)[self._block_tdo.ratio_name]
+        block = self._trace_of(self._block_tdo, rows, untraced=0)[self.block_name]
         prefix = torch.full(block.shape, torch.nan, dtype=rows.factors_or_raise.dtype, device=block.device)
         for chosen in self._candidates(block, rows):
             self._replay(prefix, chosen)
-        return {self._prefix_tdo.ratio_name: prefix, self._block_tdo.ratio_name: block}
+        return {self.prefix_name: prefix, self.block_name: block}
 
     # -- rows as they come ------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnprobe.analyzers import TDO, Analyzer, PreviousTokenAttention, ScreenedTDO, SelfAttention
+from attnprobe.analyzers import Analyzer, PreviousTokenAttention, ScreenedTDO, SelfAttention
 from attnprobe.analyzers.screened import BLOCK_TIE, PREFIX_TIE
 from attnprobe.functional.recurrence import recurrent_log_confidence
 from attnprobe.functional.screening import first_largest
@@ -127,11 +127,9 @@ class SAUQ(Recurrent):
         self.scope = scope
         self.screen = screen
         self.renormalize = renormalize
-        # TDO checks the measure; their names are how the traces are found
+        # it checks the measure, and its names are how the traces are found
         block = "generation" if renormalize else "generation-raw"
-        self._block = TDO(measure, scope=block, lambda2=False, trace=True)
         self._screened = ScreenedTDO(measure, block=block, screen=screen, stride=stride)
-        self._prefix_name = TDO(measure).ratio_name
         self.name = "-".join(
             ["SAUQ"]
             + (["generation"] if scope == "generation" else [])
@@ -145,17 +143,17 @@ class SAUQ(Recurrent):
         return [self._screened]
 
     def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
-        name = self._prefix_name if self.scope == "prefix" else self._block.ratio_name
+        name = self._screened.prefix_name if self.scope == "prefix" else self._screened.block_name
         return evidence.trace(name, layers)[..., : evidence.n_tokens]
 
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         n = evidence.n_tokens
         if n == 1:  # the prefix ratio is float32
-            return _first_largest(evidence.trace(self._prefix_name, layers)[..., 0], PREFIX_TIE)
+            return _first_largest(evidence.trace(self._screened.prefix_name, layers)[..., 0], PREFIX_TIE)
         if self.screen == "final":
-            ratio = evidence.trace(self._block.ratio_name, layers)[..., n - 1]
+            ratio = evidence.trace(self._screened.block_name, layers)[..., n - 1]
         else:
-            ratio = evidence.trace(self._block.ratio_name, layers)[..., 1:n].mean(-1)
+            ratio = evidence.trace(self._screened.block_name, layers)[..., 1:n].mean(-1)
         return _first_largest(ratio, BLOCK_TIE)
 
 

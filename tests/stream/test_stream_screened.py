@@ -56,18 +56,19 @@ def test_the_chosen_head_has_the_trace_it_has_among_all_heads(cuts, screen, meas
     found = trace([ScreenedTDO(measure, screen=screen)], rows, 10, cuts)
     every = trace([TDO(measure, trace=True), TDO(measure, scope="generation", trace=True)], rows, 10)
     prefix, block = TDO(measure).ratio_name, TDO(measure, scope="generation").ratio_name
+    name = ScreenedTDO(measure, screen=screen).prefix_name
     torch.testing.assert_close(found[block], every[block], rtol=1e-9, atol=1e-9, equal_nan=True)
     steps = every[block][0, :, -1] if screen == "final" else every[block][0, :, 1:].mean(-1)
     chosen = int(steps.argmax())
-    torch.testing.assert_close(found[prefix][0, chosen], every[prefix][0, chosen], rtol=1e-9, atol=1e-9)
-    followed = ~found[prefix].isnan().all(-1)[0]
+    torch.testing.assert_close(found[name][0, chosen], every[prefix][0, chosen], rtol=1e-9, atol=1e-9)
+    followed = ~found[name].isnan().all(-1)[0]
     assert 1 <= int(followed.sum()) <= 2  # the last step's choice and that of the one before
 
 
 def test_a_batch_of_different_lengths_chooses_for_each():
     lengths, prompts = [26, 21], [11, 11]
     whole = factors(lengths, seed=3)
-    found = trace([ScreenedTDO()], rows_of(whole, prompts), 10)["participation_ratio"]
+    found = trace([ScreenedTDO()], rows_of(whole, prompts), 10)["participation_ratio_screened"]
     for i, length in enumerate(lengths):
         one = Factors(
             whole.q[i : i + 1, :, :length],
@@ -76,7 +77,7 @@ def test_a_batch_of_different_lengths_chooses_for_each():
             whole.kv_head,
             whole.scaling,
         )
-        alone = trace([ScreenedTDO()], rows_of(one, [11]), 10)["participation_ratio"]
+        alone = trace([ScreenedTDO()], rows_of(one, [11]), 10)["participation_ratio_screened"]
         for head in (~alone.isnan().all(-1)[0]).nonzero().flatten():
             torch.testing.assert_close(found[i, head, : alone.shape[-1]], alone[0, head], rtol=1e-9, atol=1e-9)
 
@@ -84,7 +85,7 @@ def test_a_batch_of_different_lengths_chooses_for_each():
 @pytest.mark.parametrize("n_generated", [1, 2])
 def test_so_few_tokens_follow_every_head(n_generated):
     rows = rows_of(factors([8 + n_generated]), [9])
-    found = trace([ScreenedTDO()], rows, 8)["participation_ratio"]
+    found = trace([ScreenedTDO()], rows, 8)["participation_ratio_screened"]
     every = trace([TDO(trace=True)], rows, 8)["participation_ratio"]
     torch.testing.assert_close(found, every, rtol=1e-9, atol=1e-9)
 
@@ -94,13 +95,13 @@ def test_a_pattern_is_followed_as_it_comes():
     given = Rows.from_pattern(whole.pattern(), prompt_length=torch.tensor([9]), shortest_prompt=9)
     found = trace([ScreenedTDO()], given, 8)
     every = trace([TDO(trace=True)], given, 8)
-    torch.testing.assert_close(found["participation_ratio"], every["participation_ratio"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found["participation_ratio_screened"], every["participation_ratio"], rtol=1e-9, atol=1e-9)
 
 
 def test_the_stride_of_the_prefix_holds_values_between():
     rows = rows_of(factors([30]), [11])
-    found = trace([ScreenedTDO(stride=4)], rows, 10)["participation_ratio"]
-    every = trace([ScreenedTDO()], rows, 10)["participation_ratio"]
+    both = trace([ScreenedTDO(stride=4), ScreenedTDO()], rows, 10)
+    found, every = both["participation_ratio_screened_stride4"], both["participation_ratio_screened"]
     held = every[..., [4 * (i // 4) for i in range(every.shape[-1])]]
     torch.testing.assert_close(found, held, rtol=1e-9, atol=1e-9, equal_nan=True)
 
