@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import attnprobe as ap
+from benchmarks.own_time import own_time
 from benchmarks.peak_memory import peak_of_fresh_process
 from benchmarks.state_size import state_bytes
 from benchmarks.variants import NotInstalled, Run, Subject, Variant, ignore
@@ -34,6 +35,7 @@ class Figures:
         status: "ok", "not installed", "out of memory" or "failed"; `reason` says why in the last three.
         seconds: of each round.
         bare_seconds: of the bare host in the same rounds.
+        own_seconds: of each round, inside the probe's own calls; empty without a probe, and on CUDA.
         peak_mb: what a run adds at its peak to the memory held before, of a fresh process (CPU) or of tensors on the
             card (CUDA).
         bare_peak_mb: the same of the bare host.
@@ -47,6 +49,7 @@ class Figures:
     reason: str | None = None
     seconds: list[float] = field(default_factory=list)
     bare_seconds: list[float] = field(default_factory=list)
+    own_seconds: list[float] = field(default_factory=list)
     peak_mb: float | None = None
     bare_peak_mb: float | None = None
     state_bytes: int | None = None
@@ -58,6 +61,11 @@ class Figures:
     @property
     def ratios(self) -> list[float]:
         return [mine / bare for mine, bare in zip(self.seconds, self.bare_seconds, strict=True)]
+
+    @property
+    def own_ratios(self) -> list[float]:
+        """Total time over what is left without the probe's own calls, by round."""
+        return [total / (total - own) for total, own in zip(self.seconds, self.own_seconds, strict=False) if own]
 
     @property
     def above(self) -> list[float]:
@@ -79,6 +87,7 @@ class Figures:
             "reason": self.reason,
             "seconds": spread(self.seconds),
             "ratio": spread(self.ratios),
+            "own_ratio": spread(self.own_ratios),
             "seconds_above_bare": spread(self.above),
             "peak_mb": self.peak_mb,
             "peak_mb_above_bare": self.peak_mb_above,
@@ -156,23 +165,25 @@ def _round(subject: Subject, runs: list[tuple[Figures, Run]], repeat: int) -> No
     turn = repeat % len(runs) if runs else 0
     clock = _on_cuda if subject.workload.device.startswith("cuda") else _on_cpu
     for figure, run in runs[turn:] + runs[:turn]:
-        seconds, peak_mb = clock(run)
+        seconds, own_seconds, peak_mb = clock(run)
         figure.seconds.append(seconds)
+        figure.own_seconds.append(own_seconds)
         if peak_mb is not None:
             figure.peak_mb = max(peak_mb, figure.peak_mb or 0.0)
 
 
-def _on_cpu(run: Callable[..., object]) -> tuple[float, None]:
-    start = time.process_time()
-    run(ignore)
-    return time.process_time() - start, None
+def _on_cpu(run: Callable[..., object]) -> tuple[float, float, None]:
+    with own_time() as own:
+        start = time.process_time()
+        run(ignore)
+        return time.process_time() - start, own.seconds, None
 
 
-def _on_cuda(run: Callable[..., object]) -> tuple[float, float]:
+def _on_cuda(run: Callable[..., object]) -> tuple[float, float, float]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     start = time.perf_counter()
     run(ignore)
     torch.cuda.synchronize()
-    return time.perf_counter() - start, (torch.cuda.max_memory_allocated() - before) / 1e6
+    return time.perf_counter() - start, 0.0, (torch.cuda.max_memory_allocated() - before) / 1e6

@@ -24,7 +24,7 @@ def print_figures(console: Console, figures: Sequence[Figures]) -> None:
     """One workload: a row a variant, and below what could not run or gave other tokens."""
     table = Table(title=figures[0].workload.label, title_justify="left")
     table.add_column("variant", no_wrap=True)
-    for column in ("seconds", "to bare", "over rounds", "MB above", "state MB"):
+    for column in ("seconds", "to bare", "over rounds", "own calls", "MB above", "state MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for figure in figures:
         table.add_row(figure.variant, *_cells(figure))
@@ -40,11 +40,12 @@ def _cells(figure: Figures) -> list[str]:
     if figure.status != "ok":
         return [figure.status]
     row = figure.as_json()
-    seconds, ratio = row["seconds"], row["ratio"]
+    seconds, ratio, own = row["seconds"], row["ratio"], row["own_ratio"]
     return [
         f"{seconds['median']:.2f}" if seconds else "",
         f"{ratio['median']:.3f}" if ratio else "",
         f"{ratio['min']:.2f} to {ratio['max']:.2f}" if ratio else "",
+        f"{own['median']:.3f}" if own else "",
         "" if figure.peak_mb_above is None else f"{figure.peak_mb_above:.0f}",
         "" if figure.state_bytes is None else f"{figure.state_bytes / 1e6:.2f}",
     ]
