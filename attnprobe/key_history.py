@@ -12,6 +12,7 @@ class KeyHistory:
     A cache that holds them all is referred to, not copied. A sliding cache forgets: then the new keys are copied into
     a history of our own, which grows by doubling.
 
+    >>> import torch
     >>> history = KeyHistory()
     >>> history.see(torch.zeros(1, 1, 3, 2), new=3, seen=3)
     >>> history.see(torch.ones(1, 1, 2, 2), new=1, seen=4)  # the cache slides: it shows the last two keys

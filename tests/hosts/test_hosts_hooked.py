@@ -379,7 +379,7 @@ class Renamed(Own):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ("gate", "hook_z of blocks.0.attn is not the pattern times the values"),
+        ("gate", "the output z of blocks.0.attn is not the pattern times the values"),
         ("shape", r"blocks.0.attn gives a pattern of shape \(1, 6, 6\)"),
         ("heads", r"hook of z at blocks.0.attn gives shape \(1, 1, 6, 4\), not \[1, 6, 1, d\]"),
     ],

@@ -95,7 +95,9 @@ def test_a_pattern_is_followed_as_it_comes():
     given = Rows.from_pattern(whole.pattern(), prompt_length=torch.tensor([9]), shortest_prompt=9)
     found = trace([ScreenedTDO()], given, 8)
     every = trace([TDO(trace=True)], given, 8)
-    torch.testing.assert_close(found["participation_ratio_screened"], every["participation_ratio"], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found["participation_ratio_screened"], every["participation_ratio"], rtol=1e-9, atol=1e-9
+    )
 
 
 def test_the_stride_of_the_prefix_holds_values_between():
