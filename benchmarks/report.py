@@ -20,11 +20,17 @@ def print_machine(console: Console, facts: dict[str, Any]) -> None:
     console.print(f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} thread(s){card}; {versions}")
 
 
+_CAPTION = (
+    "ratio: to the bare host of the same round, median, and its range over rounds; own: total over total less the "
+    "probe's own calls; MB: peak above bare; state: MB that the analyzers hold"
+)
+
+
 def print_figures(console: Console, figures: Sequence[Figures]) -> None:
     """One workload: a row a variant, and below what could not run or gave other tokens."""
-    table = Table(title=figures[0].workload.label, title_justify="left")
+    table = Table(title=figures[0].workload.label, title_justify="left", caption=_CAPTION, caption_justify="left")
     table.add_column("variant", no_wrap=True)
-    for column in ("seconds", "to bare", "over rounds", "own calls", "MB above", "state MB"):
+    for column in ("seconds", "ratio", "rounds", "own", "MB", "state"):
         table.add_column(column, justify="right", no_wrap=True)
     for figure in figures:
         table.add_row(figure.variant, *_cells(figure))
@@ -44,7 +50,7 @@ def _cells(figure: Figures) -> list[str]:
     return [
         f"{seconds['median']:.2f}" if seconds else "",
         f"{ratio['median']:.3f}" if ratio else "",
-        f"{ratio['min']:.2f} to {ratio['max']:.2f}" if ratio else "",
+        f"{ratio['min']:.2f}-{ratio['max']:.2f}" if ratio else "",
         f"{own['median']:.3f}" if own else "",
         "" if figure.peak_mb_above is None else f"{figure.peak_mb_above:.0f}",
         "" if figure.state_bytes is None else f"{figure.state_bytes / 1e6:.2f}",

@@ -21,8 +21,9 @@ The results file is one JSON object:
         rows: a list, one for each variant, the bare host first:
             host, variant
             status: "ok", "not installed", "out of memory" or "failed"; reason: a sentence, or null
-            seconds, ratio, own_ratio, seconds_above_bare: {median, min, max, rounds: [..]} or null; ratio and
-                seconds_above_bare compare with the bare host of the same round
+            seconds, ratio, seconds_above_bare, own_ratio: {median, min, max, rounds: [..]} or null; ratio and
+                seconds_above_bare compare with the bare host of the same round, own_ratio is the total over the total
+                less the probe's own calls (null without a probe, and on CUDA)
             peak_mb, peak_mb_above_bare: what a run adds at its peak to the memory held before, of a fresh process
                 (CPU) or of tensors on the card (CUDA), or null
             state_bytes: tensors that the analyzers hold at the end, or null

@@ -52,6 +52,8 @@ def test_every_variant_generates_as_many_tokens_and_is_compared_with_the_bare_ho
         assert len(row["ratio"]["rounds"]) == 2
         assert min(row["ratio"]["rounds"]) > 0
         assert (row["state_bytes"] is not None) == (row["variant"] in PROBED), row["variant"]
+        assert (row["own_ratio"] is not None) == (row["variant"] in PROBED | {"score-sauq"}), row["variant"]
+        assert row["own_ratio"] is None or min(row["own_ratio"]["rounds"]) > 1
     assert point["rows"][0]["variant"] == "bare"
     assert point["rows"][0]["ratio"]["rounds"] == [1.0, 1.0]
     assert results["machine"]["threads"] == 1

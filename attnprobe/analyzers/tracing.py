@@ -16,7 +16,7 @@ from attnprobe.rows import Rows
 
 # Entries [batch, head, query, key] of a block of rows, and the rows that a block has at least: blocks stay in the
 # processor's cache while one statistic after another reads them, and nothing of the size of a pattern is made.
-BLOCK_ENTRIES = 1 << 22
+BLOCK_ENTRIES = 5 << 19
 BLOCK_ROWS = 64
 
 

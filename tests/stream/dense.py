@@ -13,7 +13,7 @@ import attnprobe as ap
 functional = ap.functional
 
 # Square roots of numbers that may vanish: compared squared, where rounding is not blown up.
-ROOTS = {"asymmetry_curl", "asymmetry_gradient", "gain_bound"}
+ROOTS = {"asymmetry_curl", "asymmetry_gradient", "gain", "gain_bound"}
 
 
 @dataclass
