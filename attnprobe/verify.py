@@ -90,6 +90,8 @@ def verify_mask(site: str, attention: Attention, sequences: Sequences, plan: Pla
     if attention.k.shape[2] < (seen if window is None else min(seen, window)):
         refuse_mask(site)
     if mask is None:  # plain causal: nothing is padding, and no window is narrower than the keys
+        if window is not None and min(seen, attention.k.shape[2]) > window:
+            refuse_mask(site)
         if plan.new > 1 and sequences.padded and bool((sequences.positions(plan.start, plan.new) < 0).any()):
             raise ValueError(f"{site} attends without a mask and the batch is padded, so padding is taken for text.")
         return None
