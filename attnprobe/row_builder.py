@@ -128,6 +128,7 @@ class RowBuilder:
         causal = self._site.kind == "causal"
         return Rows(
             first=start,  # a position is never beyond its slot
+            padded=queries.padded,
             causal=causal,
             self_attention=self._is_self,
             prompt_length=queries.prompt_length.to(device) if causal else None,

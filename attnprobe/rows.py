@@ -60,6 +60,7 @@ class Rows:
         position: [batch, query] position of each query in its own sequence, -1 for padding.
         first: no real query of this chunk stands before this position in the longest sequence: row i never looks
             beyond key first + i (causal sites), known without asking the device.
+        padded: some rows may be padding (False only where that is known without asking the device).
         causal: the site is causal self-attention.
         self_attention: queries and keys are the same tokens (False for cross-attention).
         prompt_length: [batch] tokens before the generation, None where nothing is generated.
@@ -82,6 +83,7 @@ class Rows:
     pattern: Float[Tensor, "batch head query key"] = _Pattern()  # type: ignore[assignment] # a descriptor
     position: Int[Tensor, "batch query"] = field(kw_only=True)
     first: int = 0
+    padded: bool = True
     causal: bool = True
     self_attention: bool = True
     prompt_length: Int[Tensor, "batch"] | None = None
@@ -120,6 +122,7 @@ class Rows:
             pattern=pattern,
             position=position,
             first=start,
+            padded=False,
             z=z,
             v=v,
             key_position=position,

@@ -126,9 +126,10 @@ def main(
             plan.variants_for(workload.host)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    results = run(plan, Console())
-    if output:
-        output.write_text(json.dumps(results, indent=2) + "\n")
+    results: dict[str, Any] = {}
+    for results in run(plan, Console()):  # after each point: a long run that is broken off leaves what it has
+        if output:
+            output.write_text(json.dumps(results, indent=2) + "\n")
     if any(row["status"] == "failed" for point in results["points"] for row in point["rows"]):
         raise typer.Exit(1)
 
@@ -183,38 +184,37 @@ def _split(values: Sequence[str]) -> list[str]:
     return [part.strip() for value in values for part in value.split(",") if part.strip()]
 
 
-def run(plan: Plan, console: Console, loader: Callable[[Workload], Any] = load) -> dict[str, Any]:
-    """Measure everything, printing each table as it is done; the results as written to the file."""
+def run(plan: Plan, console: Console, loader: Callable[[Workload], Any] = load) -> Iterator[dict[str, Any]]:
+    """Measure everything, printing each table as it is done; after each point, the results so far."""
     facts = machine.facts()
     report.print_machine(console, facts)
     points: list[list[Figures]] = []
-    waits: dict[str, Any] = {}
+    results: dict[str, Any] = {
+        "schema": 1,
+        "machine": facts,
+        "settings": {"repeats": plan.repeats, "memory": plan.memory, "command": sys.argv[1:]},
+        "points": [],
+        "scaling": [],
+        "waits": {},
+    }
     for subject in _subjects(plan.workloads, loader):
         workload = subject.workload
         if plan.waits:
             counted = synchronisation.waits_per_step(subject)
             report.print_waits(console, workload.host, counted)
-            waits[workload.host] = synchronisation.as_json(counted)
-            continue
-        points.append(measure(subject, plan.variants_for(workload.host), repeats=plan.repeats, memory=plan.memory))
-        report.print_figures(console, points[-1])
-    grown = _growth(points, plan) if plan.scaling else []
-    if grown:
+            results["waits"][workload.host] = synchronisation.as_json(counted)
+        else:
+            point = measure(subject, plan.variants_for(workload.host), repeats=plan.repeats, memory=plan.memory)
+            report.print_figures(console, point)
+            points.append(point)
+            rows = [figure.as_json() for figure in point]
+            results["points"].append({"workload": dataclasses.asdict(workload), "rows": rows})
+        yield results
+    if plan.scaling:
+        grown = _growth(points, plan)
         report.print_growth(console, grown)
-    return {
-        "schema": 1,
-        "machine": facts,
-        "settings": {"repeats": plan.repeats, "memory": plan.memory, "command": sys.argv[1:]},
-        "points": [
-            {
-                "workload": dataclasses.asdict(point[0].workload),
-                "rows": [figure.as_json() for figure in point],
-            }
-            for point in points
-        ],
-        "scaling": [one.as_json() for one in grown],
-        "waits": waits,
-    }
+        results["scaling"] = [one.as_json() for one in grown]
+        yield results
 
 
 def _subjects(listed: Sequence[Workload], loader: Callable[[Workload], Any]) -> Iterator[Subject]:

@@ -35,7 +35,8 @@ def load_tiny(workload: Workload):
 
 def results_of(*listed: Workload, **settings):
     plan = Plan(list(listed), **{"variants": None, "repeats": 2, "memory": False, **settings})
-    return run(plan, Console(file=io.StringIO()), load_tiny)
+    *_, results = run(plan, Console(file=io.StringIO()), load_tiny)
+    return results
 
 
 @pytest.mark.parametrize("host", HOSTS)

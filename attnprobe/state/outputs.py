@@ -70,10 +70,13 @@ def _moments_of(rows: Rows) -> Moments:
     if rows.z is None:
         raise ValueError("head outputs are needed and these rows carry none: pass z (the hook `hook_z`).")
     valid = rows.valid[:, :, None, None]
-    z = torch.where(valid, rows.z, 0.0)
+    z = torch.where(valid, rows.z, 0.0) if rows.padded else rows.z
     count = rows.count
     mean = z.sum(1) / count.clamp_min(1)[:, None, None]
-    centered = torch.where(valid, z - mean[:, None], 0.0).transpose(1, 2)
+    centered = z - mean[:, None]
+    if rows.padded:
+        centered = torch.where(valid, centered, 0.0)
+    centered = centered.transpose(1, 2)
     return count, mean, centered.mT @ centered
 
 
