@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ def facts() -> dict[str, Any]:
         "system": platform.system(),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def free_bytes(device: str) -> int | None:
+    """Memory that can still be had on a device; None where the system does not tell."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", known.read_text()) if known.exists() else None
+    return None if found is None else int(found.group(1)) * 1024
 
 
 def _processor() -> str:

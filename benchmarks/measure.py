@@ -23,7 +23,7 @@ import attnprobe as ap
 from benchmarks.own_time import own_time
 from benchmarks.peak_memory import peak_of_fresh_process
 from benchmarks.state_size import state_bytes
-from benchmarks.variants import NotInstalled, Run, Subject, Variant, ignore
+from benchmarks.variants import NotEnoughMemory, NotInstalled, Run, Subject, Variant, ignore
 from benchmarks.workload import Workload
 
 
@@ -153,11 +153,13 @@ def _noting_failure(figure: Figures) -> Iterator[None]:
         yield
     except NotInstalled as error:
         figure.status, figure.reason = "not installed", str(error)
-    except torch.OutOfMemoryError as error:
+    except (NotEnoughMemory, torch.OutOfMemoryError) as error:
         figure.status, figure.reason = "out of memory", str(error).splitlines()[0]
     except Exception as error:
         figure.status, figure.reason = "failed", f"{type(error).__name__}: {error}"
-    if figure.status == "out of memory":  # here the error, and the tensors its frames held, are gone
+    if (
+        figure.status == "out of memory" and torch.cuda.is_available()
+    ):  # here the error, and the tensors its frames held, are gone
         torch.cuda.empty_cache()
 
 

@@ -5,7 +5,8 @@
     python benchmarks/run.py --axis prompt --host transformers --variants five,five-sketch,lm-polygraph-rauq
     python benchmarks/run.py --scaling --host transformers    # exponents of n, each analyzer alone
     python benchmarks/run.py --device cuda --model random-llama-1b --dtype bfloat16 --prompt 4096 --new-tokens 128
-    python benchmarks/run.py --device cuda --model random-llama-1b --dtype bfloat16 --waits
+    ... the same with --waits                                 # also what a decode step waits for
+    python benchmarks/run.py --waits --variants bare --repeats 0 --no-memory   # that alone
 
 An option that takes several values (separated by commas, or given again) is an axis: every combination is measured.
 `--axis NAME` gives one of them its usual values. Variants are described in `benchmarks/variants.py`, the measuring in
@@ -203,12 +204,11 @@ def run(plan: Plan, console: Console, loader: Callable[[Workload], Any] = load) 
             counted = synchronisation.waits_per_step(subject)
             report.print_waits(console, workload.host, counted)
             results["waits"][workload.host] = synchronisation.as_json(counted)
-        else:
-            point = measure(subject, plan.variants_for(workload.host), repeats=plan.repeats, memory=plan.memory)
-            report.print_figures(console, point)
-            points.append(point)
-            rows = [figure.as_json() for figure in point]
-            results["points"].append({"workload": dataclasses.asdict(workload), "rows": rows})
+        point = measure(subject, plan.variants_for(workload.host), repeats=plan.repeats, memory=plan.memory)
+        report.print_figures(console, point)
+        points.append(point)
+        rows = [figure.as_json() for figure in point]
+        results["points"].append({"workload": dataclasses.asdict(workload), "rows": rows})
         yield results
     if plan.scaling:
         grown = _growth(points, plan)

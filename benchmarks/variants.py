@@ -16,11 +16,16 @@ from torch import Tensor
 
 import attnprobe as ap
 from attnprobe.probe import middle_layers
+from benchmarks import machine
 from benchmarks.workload import HOSTS, Workload, attention
 
 
 class NotInstalled(Exception):
     """A variant needs a package that is not here."""
+
+
+class NotEnoughMemory(Exception):
+    """A variant would keep more than there is: said beforehand, where a process would be killed without a word."""
 
 
 def ignore(probe: ap.Probe) -> None:
@@ -107,6 +112,8 @@ def _eager(subject: Subject) -> Run:
 
 
 def _attentions(subject: Subject) -> Run:
+    _check_room(subject, subject.model.config.num_hidden_layers)
+
     def run(inspect: Callable[[ap.Probe], None] = ignore) -> Tensor:
         with attention(subject.model, "eager"):
             output = generate(subject, output_attentions=True, return_dict_in_generate=True)
@@ -116,8 +123,21 @@ def _attentions(subject: Subject) -> Run:
     return run
 
 
+def _check_room(subject: Subject, patterns: int) -> None:
+    """Raise where so many layers' patterns of the whole text do not fit."""
+    original = getattr(subject.model, "original_model", subject.model)
+    workload = subject.workload
+    n = workload.prompt + workload.new_tokens
+    size = next(original.parameters()).element_size()
+    needed = patterns * workload.batch * original.config.num_attention_heads * n * n * size
+    free = machine.free_bytes(workload.device)
+    if free is not None and needed > free:
+        raise NotEnoughMemory(f"keeping the patterns takes {needed / 1e9:.0f} GB and {free / 1e9:.0f} GB are free")
+
+
 def _keep_and_recompute(subject: Subject) -> Run:
     """Every pattern of the middle layers kept, participation ratio of all heads recomputed at each step."""
+    _check_room(subject, len(middle_layers(subject.model.cfg.n_layers)) + 3)  # and three that come and go
 
     def run(inspect: Callable[[ap.Probe], None] = ignore) -> Tensor:
         layers = middle_layers(subject.model.cfg.n_layers)
@@ -198,6 +218,7 @@ def _lm_polygraph_rauq(subject: Subject) -> Run:
         importlib.import_module("lm_polygraph")
     except ImportError as error:
         raise NotInstalled(f"lm-polygraph is not installed ({error})") from error
+    _check_room(subject, subject.model.config.num_hidden_layers)
     from benchmarks.lm_polygraph_rauq import rauq
 
     score = rauq(subject.model, subject.ids, subject.workload.new_tokens)

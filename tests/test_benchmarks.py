@@ -17,7 +17,7 @@ import attnprobe as ap
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import peak_memory, scaling, synchronisation
+from benchmarks import machine, peak_memory, scaling, synchronisation
 from benchmarks.measure import Figures, check_tokens
 from benchmarks.run import Plan, app, run, workloads
 from benchmarks.state_size import state_bytes, tensor_bytes
@@ -97,6 +97,10 @@ def test_what_is_not_installed_or_fails_has_a_row_that_says_so(monkeypatch):
     (point,) = results_of(tiny("transformers"), variants=["lm-polygraph-rauq"], repeats=1)["points"]
     assert [row["status"] for row in point["rows"]] == ["ok", "not installed"]
     assert "lm-polygraph is not installed" in point["rows"][1]["reason"]
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 1000)
+    (point,) = results_of(tiny("transformers"), variants=["attentions"], repeats=1)["points"]
+    assert [row["status"] for row in point["rows"]] == ["ok", "out of memory"]
+    assert "GB are free" in point["rows"][1]["reason"]
     monkeypatch.setattr(ap, "score", lambda *args, **options: [])
     (point,) = results_of(tiny("transformers"), variants=["score-sauq"], repeats=1)["points"]
     assert [row["status"] for row in point["rows"]] == ["ok", "failed"]
@@ -155,7 +159,7 @@ def test_a_storage_is_counted_once_and_a_model_not_at_all():
 def test_waits_of_a_decode_step_are_counted(monkeypatch):
     monkeypatch.setattr(synchronisation, "SHORT", 1)
     monkeypatch.setattr(synchronisation, "STEPS", 2)
-    waits = results_of(tiny("transformers"), waits=True)["waits"]["transformers"]
+    waits = results_of(tiny("transformers"), variants=["bare"], repeats=0, waits=True)["waits"]["transformers"]
     assert waits["events_per_decode_step"]["bare"]["aten::_local_scalar_dense"] >= 0
     assert set(waits["added_by_the_probe"]) == {"five", "five-traced", "without-tdo"}
 
