@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +13,16 @@ from torch import Tensor
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.functional.measures import leverage_scores
 from attnprobe.hosts import Attention, Call, Generation, Host, Site, host_of
+from attnprobe.probe_settings import (
+    DEFAULT_PATTERN,
+    check_analyzers,
+    check_heads,
+    check_layers,
+    check_prompt_lengths,
+    middle_layers,
+    parts_of,
+    ranges,
+)
 from attnprobe.results import Batch, dataset_of
 from attnprobe.row_policy import check_policy
 from attnprobe.sequences import Plan, Sequences, check_past
@@ -23,19 +31,6 @@ from attnprobe.token_trace import TokenTrace
 
 if TYPE_CHECKING:
     import xarray as xr
-
-DEFAULT_PATTERN = "blocks.*.attn.hook_pattern"
-
-
-def middle_layers(n_layers: int) -> list[int]:
-    """L//3 to ceil(2L/3) inclusive, clipped to the model: 10 to 22 of 32 layers.
-
-    >>> from attnprobe.probe import middle_layers
-    >>> middle_layers(32)[0], middle_layers(32)[-1], middle_layers(1), middle_layers(2)
-    (10, 22, [0], [0, 1])
-    """
-    last = min(math.ceil(2 * n_layers / 3), n_layers - 1)
-    return list(range(min(n_layers // 3, last), last + 1))
 
 
 class Probe:
@@ -75,15 +70,15 @@ class Probe:
         rows: str = "error",
         logits: bool = False,
     ) -> None:
-        self.analyzers = _check_analyzers(analyzers)
-        self.layers = _check_layers(layers)
-        self.heads = _check_heads(heads)
+        self.analyzers = check_analyzers(analyzers)
+        self.layers = check_layers(layers)
+        self.heads = check_heads(heads)
         if not isinstance(pattern, str) and not callable(pattern):
             raise TypeError(f"pattern={pattern!r}: give a glob such as {DEFAULT_PATTERN!r}, or a predicate on names.")
         self.pattern = pattern
         self.rows = check_policy(rows)
         self.logits = logits
-        self._parts = _parts_of(self.analyzers)
+        self._parts = parts_of(self.analyzers)
         self._host: Host | None = None
         self._stack = ExitStack()
         self._depth = 0
@@ -126,7 +121,7 @@ class Probe:
             raise ValueError("this probe is attached to another model: detach it first, or make a second probe.")
         if self._host is None:
             self._attach(host_of(model), prompt_lengths)
-        elif prompt_lengths is not None and _check_prompt_lengths(prompt_lengths) != self._prompt_lengths:
+        elif prompt_lengths is not None and check_prompt_lengths(prompt_lengths) != self._prompt_lengths:
             raise ValueError("the probe is attached already, with other prompt_lengths: detach it first.")
         self._depth += 1
         return self
@@ -169,7 +164,7 @@ class Probe:
         if self.heads is not None and host.n_heads is not None and max(self.heads) >= host.n_heads:
             raise ValueError(f"head {max(self.heads)} was asked for and the model has heads 0 to {host.n_heads - 1}.")
         self._sites = sites
-        self._prompt_lengths = _check_prompt_lengths(prompt_lengths)
+        self._prompt_lengths = check_prompt_lengths(prompt_lengths)
         if any(getattr(analyzer, "measure", None) == "unembedding" for analyzer in self.analyzers):
             self._leverage = leverage_scores(host.unembedding().detach())
         self._verified = set()
@@ -195,13 +190,13 @@ class Probe:
             if wanted - there:
                 raise ValueError(
                     f"layers {sorted(wanted - there)} have no attention pattern here; layers with one: "
-                    f"{_ranges(sorted(there))}."
+                    f"{ranges(sorted(there))}."
                 )
         chosen = [site for site in sites if site.layer in wanted]
         if not chosen:
             raise ValueError(
-                f"layers={self.layers!r} means {_ranges(sorted(wanted))}, and none of them has an attention "
-                f"pattern; layers with one: {_ranges(sorted({site.layer for site in sites}))}."
+                f"layers={self.layers!r} means {ranges(sorted(wanted))}, and none of them has an attention "
+                f"pattern; layers with one: {ranges(sorted({site.layer for site in sites}))}."
             )
         return chosen
 
@@ -438,75 +433,3 @@ class Probe:
         names = ", ".join(type(analyzer).__name__ for analyzer in self.analyzers)
         heads = "all" if self.heads is None else list(self.heads)
         return f"Probe([{names}], layers={self.layers!r}, heads={heads!r})"
-
-
-def _check_analyzers(analyzers: Iterable[Analyzer]) -> tuple[Analyzer, ...]:
-    if isinstance(analyzers, Analyzer):
-        raise TypeError("a probe takes a list of analyzers: write Probe([analyzer]).")
-    checked = tuple(analyzers)
-    if not checked:
-        raise ValueError("a probe needs at least one analyzer.")
-    for analyzer in checked:
-        if isinstance(analyzer, type) and issubclass(analyzer, Analyzer):
-            raise TypeError(f"{analyzer.__name__} is a class: write {analyzer.__name__}() to make an analyzer.")
-        if not isinstance(analyzer, Analyzer):
-            raise TypeError(f"{analyzer!r} is no analyzer: derive its class from attnprobe.Analyzer.")
-    return checked
-
-
-def _check_layers(layers: str | Sequence[int]) -> str | tuple[int, ...]:
-    if isinstance(layers, str):
-        if layers not in ("all", "middle"):
-            raise ValueError(f"layers={layers!r}: use 'all', 'middle' or a list of layer numbers.")
-        return layers
-    numbers = _whole_numbers(layers, "layers")
-    if not numbers or min(numbers) < 0:
-        raise ValueError(f"layers={layers!r}: give at least one layer number, counted from 0.")
-    return numbers
-
-
-def _check_heads(heads: str | Sequence[int]) -> tuple[int, ...] | None:
-    if isinstance(heads, str):
-        if heads != "all":
-            raise ValueError(f"heads={heads!r}: use 'all' or a list of head numbers.")
-        return None
-    numbers = _whole_numbers(heads, "heads")
-    if not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
-        raise ValueError(f"heads={heads!r}: give different head numbers, counted from 0.")
-    return numbers
-
-
-def _whole_numbers(given: Any, what: str) -> tuple[int, ...]:
-    """One whole number or several, whatever holds them."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    listed = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    numbers = tuple(listed)
-    if not all(isinstance(number, Integral) and not isinstance(number, bool) for number in numbers):
-        raise TypeError(f"{what}={given!r}: give whole numbers.")
-    return tuple(int(number) for number in numbers)
-
-
-def _check_prompt_lengths(lengths: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if lengths is None:
-        return None
-    numbers = _whole_numbers(lengths, "prompt_lengths")
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"prompt_lengths={lengths!r}: a prompt has at least one token.")
-    return numbers
-
-
-def _parts_of(analyzers: Iterable[Analyzer]) -> tuple[str, ...]:
-    needed = {"pattern"}
-    for analyzer in analyzers:
-        needed |= set(analyzer.needs) - {"tokens"}
-    unknown = needed - {"pattern", "z", "v", "k", "q", "scores"}
-    if unknown:
-        raise ValueError(f"an analyzer needs {sorted(unknown)}: it may ask for pattern, z, v, k, q, scores, tokens.")
-    return tuple(sorted(needed))
-
-
-def _ranges(numbers: list[int]) -> str:
-    if numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 2:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers))

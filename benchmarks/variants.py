@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import attnprobe as ap
-from attnprobe.probe import middle_layers
+from attnprobe.probe_settings import middle_layers
 from benchmarks import machine
 from benchmarks.workload import HOSTS, Workload, attention
 

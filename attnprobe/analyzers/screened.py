@@ -11,6 +11,7 @@ from torch import Tensor
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.analyzers.tdo import TDO
 from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.functional.factored import Factors, joined
 from attnprobe.functional.gram import ROWS_PER_PASS
 from attnprobe.functional.screening import first_largest
 from attnprobe.rows import Rows
@@ -193,38 +194,23 @@ class _Kept:
         self.traced = self.traced + 1 if traced else 0
 
     def traced_rows(self) -> Rows:
-        return self._joined(self.chunks[len(self.chunks) - self.traced :], None, None)
+        """The rows of every head since tracing began."""
+        traced = [chunk.factors_or_raise for chunk in self.chunks[len(self.chunks) - self.traced :]]
+        return self._rows(joined(traced), slice(None))
 
     def rows_of_head(self, sequences: Int[Tensor, "sequence"], heads: Int[Tensor, "sequence"]) -> Rows:
         """All rows of one head of some sequences, as a batch of one head."""
-        return self._joined(self.chunks, sequences, heads)
+        parts = [chunk.factors_or_raise.heads(heads, sequences) for chunk in self.chunks]
+        return self._rows(joined(parts), sequences)
 
-    def _joined(self, chunks: list[Rows], sequences: Tensor | None, heads: Tensor | None) -> Rows:
-        factors = [chunk.factors_or_raise for chunk in chunks]
-        last = self.last.factors_or_raise
-        pick = slice(None) if sequences is None else sequences
-        if sequences is None or heads is None:
-            q, k, kv_head = torch.cat([f.q for f in factors], 2), last.k, last.kv_head
-        else:
-            kv_head_of = torch.tensor(last.kv_head, device=heads.device)[heads]
-            q = torch.cat([f.q[sequences, heads] for f in factors], 1).unsqueeze(1)
-            k, kv_head = last.k[sequences, kv_head_of].unsqueeze(1), (0,)
-        joined = replace(
-            last,
-            q=q,
-            k=k,
-            kv_head=kv_head,
-            position=torch.cat([chunk.position for chunk in chunks], 1)[pick],
-            first=chunks[0].first,
-            padded=any(f.padded for f in factors),
-        )
+    def _rows(self, factors: Factors, sequences: Tensor | slice) -> Rows:
         tokens, prompt = self.last.tokens, self.last.prompt_length
         return Rows(
             pattern=None,  # type: ignore[arg-type] # computed from the factors
-            factors=joined,
-            position=joined.position,
-            first=joined.first,
-            prompt_length=None if prompt is None else prompt[pick],
+            factors=factors,
+            position=factors.position,
+            first=factors.first,
+            prompt_length=None if prompt is None else prompt[sequences],
             shortest_prompt=self.last.shortest_prompt,
-            tokens=None if tokens is None else tokens[pick],
+            tokens=None if tokens is None else tokens[sequences],
         )

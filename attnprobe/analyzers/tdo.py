@@ -182,7 +182,7 @@ class TDO(Analyzer):
     @property
     def _settings(self) -> tuple[object, ...]:
         """What decides which sums are kept."""
-        sketch = (self.rank, self.seed) if self._sketched else ()
+        sketch = (self.rank, self.seed, self.lambda2) if self._sketched else ()
         return (self._by_token, self.scope, self.method, *sketch)
 
     @property
@@ -313,5 +313,13 @@ class IntrinsicTDO(TDO):
         trace: bool = False,
         stride: int = 1,
     ) -> None:
-        options = {"method": method, "rank": rank, "seed": seed, "lambda2": lambda2}
-        super().__init__("intrinsic", scope=scope, trace=trace, stride=stride, **options)  # type: ignore[arg-type]
+        super().__init__(
+            "intrinsic",
+            scope=scope,
+            method=method,
+            rank=rank,
+            seed=seed,
+            lambda2=lambda2,
+            trace=trace,
+            stride=stride,
+        )

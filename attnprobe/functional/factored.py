@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,11 +59,17 @@ class Factors:
             first=self.first + start,
         )
 
-    def heads(self, chosen: Int[Tensor, "batch"]) -> Factors:
-        """One head of each sequence."""
-        batch = torch.arange(self.q.shape[0], device=self.q.device)
+    def heads(self, chosen: Int[Tensor, "sequence"], sequences: Int[Tensor, "sequence"] | None = None) -> Factors:
+        """One head of each sequence, or of some of them: a batch of one head."""
+        batch = torch.arange(self.q.shape[0], device=self.q.device) if sequences is None else sequences
         kv_head = torch.tensor(self.kv_head, device=chosen.device)[chosen]
-        return replace(self, q=self.q[batch, chosen].unsqueeze(1), k=self.k[batch, kv_head].unsqueeze(1), kv_head=(0,))
+        return replace(
+            self,
+            q=self.q[batch, chosen].unsqueeze(1),
+            k=self.k[batch, kv_head].unsqueeze(1),
+            position=self.position[batch],
+            kv_head=(0,),
+        )
 
     def scores(self) -> Float[Tensor, "batch head query key"]:
         """scaling q k^T where a row may look, -inf elsewhere."""
@@ -122,3 +129,14 @@ class Factors:
         position = position.clamp_min(0).unsqueeze(-1)
         hidden = key > position
         return hidden if self.window is None else hidden | (key <= position - self.window)
+
+
+def joined(parts: Sequence[Factors]) -> Factors:
+    """Chunks of rows of the same heads as one, in order; the last of them has all keys."""
+    return replace(
+        parts[-1],
+        q=torch.cat([part.q for part in parts], 2),
+        position=torch.cat([part.position for part in parts], 1),
+        first=parts[0].first,
+        padded=any(part.padded for part in parts),
+    )

@@ -22,6 +22,22 @@ def half_operator(checked: CheckedPattern, measure: Measure) -> Float[Tensor, "*
     return checked.pattern * weights.query.sqrt()[..., None, None] * inverse_root(weights.key).unsqueeze(-2)
 
 
+def intrinsic_pair(
+    mass: Float[Tensor, "*batch key"],
+) -> tuple[Float[Tensor, "*batch key"], Float[Tensor, "*batch key"]]:
+    """What the intrinsic S is made by, and what is known of it, from column masses c.
+
+    Returns:
+        1/sqrt(c), with which G = A^T A gives S (0 for a key without mass, or whose mass has underflowed), and sqrt(c)
+        of length 1, the eigenvector of the first eigenvalue 1.
+    """
+    tiny = torch.finfo(mass.dtype).tiny
+    inside = mass >= tiny
+    known = torch.where(inside, mass, 0.0).sqrt()
+    scale = torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0)
+    return scale, known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
+
+
 def smaller_gram(half: Float[Tensor, "*batch query key"]) -> Float[Tensor, "*batch side side"]:
     """H^T H or H H^T, whichever is smaller: both have the nonzero spectrum of S."""
     return half @ half.mT if half.shape[-2] < half.shape[-1] else half.mT @ half

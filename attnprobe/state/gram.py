@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from attnprobe.functional.gram import BlockGram
 from attnprobe.functional.lanczos import SMALL, eigenvalue_beside, eigenvalue_beside_of
+from attnprobe.functional.tdo import intrinsic_pair
 from attnprobe.rows import Rows
 from attnprobe.state.columns import Columns
 from attnprobe.state.statistic import Statistic
@@ -31,12 +31,7 @@ class Gram(Statistic):
         The first eigenpair of S is known (1, with eigenvector sqrt(c)), so it is left out of the iteration.
         """
         if self._spectrum is None:
-            mass = columns.mass
-            tiny = torch.finfo(mass.dtype).tiny
-            inside = mass >= tiny
-            scale = torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0)
-            known = torch.where(inside, mass, 0.0).sqrt()
-            known = known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
+            scale, known = intrinsic_pair(columns.mass)
             square = self.matrix.weighted_square(scale.square().unsqueeze(-2)).squeeze(-1)
             self._spectrum = square, self._second_eigenvalue(scale, known)
         return self._spectrum

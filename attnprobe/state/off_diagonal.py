@@ -9,8 +9,6 @@ from torch import Tensor
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import Statistic, added
 
-_ROWS_AT_ONCE = 64
-
 
 class OffDiagonal(Statistic):
     """sum_{i != j} A_ij^2, summed as it is: total energy minus diagonal would drown it where heads look at themselves.
@@ -32,14 +30,9 @@ class OffDiagonal(Statistic):
         return self._energy
 
     def by_row(self, rows: Rows) -> Float[Tensor, "batch head query"]:
-        """The energy of each row."""
-        parts = []
-        for low in range(0, rows.n_query, _ROWS_AT_ONCE):
-            block = rows.pattern[..., low : low + _ROWS_AT_ONCE, : rows.first + low + _ROWS_AT_ONCE]
-            own = rows.position[:, None, low : low + _ROWS_AT_ONCE, None].clamp_min(0)
-            squares = block.square().scatter_(-1, own.expand(*block.shape[:-1], 1), 0.0)
-            parts.append(squares.sum(-1))
-        return torch.cat(parts, -1).double()
+        """The energy of each of a few rows."""
+        own = rows.position[:, None, :, None].clamp_min(0).expand(*rows.pattern.shape[:-1], 1)
+        return rows.pattern.square().scatter_(-1, own, 0.0).sum(-1).double()
 
     def before(self, rows: Rows) -> Float[Tensor, "batch head"]:
         """The sum before these rows."""

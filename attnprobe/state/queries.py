@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from attnprobe.functional.factored import Factors
+from attnprobe.functional.factored import Factors, joined
 from attnprobe.functional.lanczos import eigenvalue_beside_operator
+from attnprobe.functional.tdo import intrinsic_pair
 from attnprobe.rows import Rows
 from attnprobe.state.statistic import Statistic
 
@@ -33,23 +32,12 @@ class Queries(Statistic):
         """
         if not self._parts:
             raise ValueError("no rows have been seen yet: run the model, or call update, before reading results.")
-        last = self._parts[-1]
-        return replace(
-            last,
-            q=torch.cat([part.q for part in self._parts], 2),
-            position=torch.cat([part.position for part in self._parts], 1),
-            first=self._parts[0].first,
-            padded=any(part.padded for part in self._parts),
-        )
+        return joined(self._parts)
 
-    def second_eigenvalue(self, mass: Tensor) -> Tensor:
-        """lambda_2 of the intrinsic TDO [batch, head] from column masses [batch, head, key] and rows computed again."""
+    def second_eigenvalue(self, mass: Float[Tensor, "batch head key"]) -> Float[Tensor, "batch head"]:
+        """lambda_2 of the intrinsic TDO from column masses and rows computed again."""
         factors = self.factors
-        tiny = torch.finfo(mass.dtype).tiny
-        inside = mass >= tiny
-        scale = torch.where(inside, mass.clamp_min(tiny).rsqrt(), 0.0)
-        known = torch.where(inside, mass, 0.0).sqrt()
-        known = known / known.norm(dim=-1, keepdim=True).clamp_min(tiny)
+        scale, known = intrinsic_pair(mass)
 
         def product(x: Tensor) -> Tensor:
             return factors.normal_product(x * scale.unsqueeze(-2)) * scale.unsqueeze(-2)

@@ -14,7 +14,7 @@ from attnprobe.analyzers import Analyzer, PreviousTokenAttention, ScreenedTDO, S
 from attnprobe.analyzers.screened import BLOCK_TIE, PREFIX_TIE
 from attnprobe.functional.recurrence import recurrent_log_confidence
 from attnprobe.functional.screening import first_largest
-from attnprobe.probe import middle_layers
+from attnprobe.probe_settings import middle_layers
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, LayerTrace, Method
 

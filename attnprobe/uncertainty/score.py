@@ -12,7 +12,8 @@ import torch
 from attnprobe.analyzers import Analyzer
 from attnprobe.analyzers.lookback import SelfAttention
 from attnprobe.hosts import Host, host_of
-from attnprobe.probe import Probe, middle_layers
+from attnprobe.probe import Probe
+from attnprobe.probe_settings import middle_layers
 from attnprobe.uncertainty.decode import Decoded, Decoding, generate, greedy, read, sampler
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, Method
