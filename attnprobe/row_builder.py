@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnprobe.functional.factored import Factors
+from attnprobe.functional.sums import pattern_sums
 from attnprobe.hosts.base import Site
 from attnprobe.row_policy import RowAudit
 from attnprobe.rows import Rows
@@ -48,14 +49,17 @@ class RowBuilder:
         if keys.padded:
             pattern = _by_position(pattern, keys)
         pattern = pattern.to(dtype)
-        sums = self.audit.look(pattern, position, given.dtype)
+        sums = pattern_sums(pattern, position if self._is_self else None)
+        total = self.audit.look(sums, position, given.dtype)
         fields: dict[str, Any] = {name: parts[name].to(dtype) for name in ("z", "q") if name in parts}
         if self._policy == "renormalize":
-            pattern = pattern / sums.unsqueeze(-1)
+            pattern = pattern / total.unsqueeze(-1)
             if "z" in fields:  # linear in the row
-                fields["z"] = fields["z"] / sums.transpose(1, 2).unsqueeze(-1)
-        elif self._policy == "sink":
-            fields["sink"] = (1 - sums).clamp_min(0.0)
+                fields["z"] = fields["z"] / total.transpose(1, 2).unsqueeze(-1)
+        else:
+            fields["given_sums"] = sums
+        if self._policy == "sink":
+            fields["sink"] = (1 - total).clamp_min(0.0)
         if "scores" in parts:
             scores = columns_by_slot(parts["scores"], pattern.shape[-1]).to(dtype)
             fields["scores"] = _by_position(scores, keys) if keys.padded else scores

@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnprobe.functional.patterns import ROW_POLICIES, row_tolerance
+from attnprobe.functional.sums import PatternSums
 
 
 def check_policy(policy: str) -> str:
@@ -35,23 +36,18 @@ class RowAudit:
         self._tolerance = 0.0
 
     def look(
-        self,
-        pattern: Float[Tensor, "batch head query key"],
-        position: Int[Tensor, "batch query"],
-        dtype: torch.dtype,
+        self, sums: PatternSums, position: Int[Tensor, "batch query"], dtype: torch.dtype
     ) -> Float[Tensor, "batch head query"]:
         """Take in rows before any policy; gives their sums (1 where the row is padding)."""
         self._tolerance = row_tolerance(dtype)
-        real = (position >= 0)[:, None]
-        sums = torch.where(real, pattern.sum(-1), 1.0)
-        excess = sums - 1 if self._policy != "error" else (sums - 1).abs()
+        total = torch.where((position >= 0)[:, None], sums.row, 1.0)
+        excess = total - 1 if self._policy != "error" else (total - 1).abs()
         if self._policy == "renormalize":
-            excess = torch.where(sums > 0, excess, torch.inf)
+            excess = torch.where(total > 0, excess, torch.inf)
         # a negative weight is as wrong as a row can be, whatever it sums to
-        excess = torch.where(pattern.amin(-1) < 0, torch.inf, excess)
-        excess = torch.where(excess.isnan(), torch.inf, excess)
+        excess = torch.where((sums.least < 0) | excess.isnan(), torch.inf, excess)
         self._note(excess, position)
-        return sums
+        return total
 
     def look_at_factors(
         self,

@@ -24,12 +24,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnprobe.functional.factored import Factors
+from attnprobe.functional.sums import PatternSums, pattern_sums
 from attnprobe.kernels import ColumnSums, column_sums
 from attnprobe.kernels.choice import can_fuse
 
 _serial = itertools.count()
-# Squares of so many rows are held at once.
-_ROWS_AT_ONCE = 128
 
 
 class _Pattern:
@@ -73,6 +72,7 @@ class Rows:
         scores: [batch, head, query, key] pre-softmax scores.
         kv_head: [head] the key/value head each watched head reads.
         factors: queries and keys that the pattern is computed from, where the host shows them in place of one.
+        given_sums: `sums()` of these rows, where they are known already.
 
     >>> import torch
     >>> rows = Rows.from_pattern(torch.eye(3).reshape(1, 1, 3, 3))
@@ -98,6 +98,7 @@ class Rows:
     scores: Float[Tensor, "batch head query key"] | None = None
     kv_head: Int[Tensor, "head"] | None = None
     factors: Factors | None = None
+    given_sums: PatternSums | None = None
     serial: int = field(default_factory=lambda: next(_serial))
 
     @classmethod
@@ -205,26 +206,13 @@ class Rows:
         formed = self.__dict__["pattern"] is not None
         return None if formed or self.factors is None or not can_fuse(self.factors) else self.factors
 
-    def off_diagonal_energy(self) -> Float[Tensor, "batch head key"]:
-        """Squared weights down the columns, those of tokens on themselves left out; computed once.
-
-        Summed without them rather than less them: where heads look at themselves, the rest would drown.
-        """
-        held: dict[str, Tensor] = self.__dict__.setdefault("_energy", {})
-        if "off_diagonal" not in held:
-            held["off_diagonal"] = self._off_diagonal_energy()
-        return held["off_diagonal"]
-
-    def _off_diagonal_energy(self) -> Float[Tensor, "batch head key"]:
-        energy = self.pattern.new_zeros(self.position.shape[0], self.n_head, self.n_key)
-        for low in range(0, self.n_query if self.n_key else 0, _ROWS_AT_ONCE):
-            high = min(low + _ROWS_AT_ONCE, self.n_query)
-            reach = self.first + high if self.causal else self.n_key
-            squares = self.pattern[..., low:high, :reach].square()
-            own = self.position[:, None, low:high, None].clamp_min(0)
-            squares.scatter_(-1, own.expand(*squares.shape[:-1], 1), 0.0)
-            energy[..., : squares.shape[-1]] += squares.sum(-2)
-        return energy
+    def sums(self) -> PatternSums:
+        """Row and column sums of the pattern, computed once; squares leave out those of tokens on themselves."""
+        held: PatternSums | None = self.__dict__.get("_sums", self.given_sums)
+        if held is None:
+            own = self.position if self.self_attention else None
+            held = self.__dict__["_sums"] = pattern_sums(self.pattern, own)
+        return held
 
     def by_position(self) -> Float[Tensor, "batch head key key"]:
         """The whole square pattern with queries in position order, for definitions that pair A_ij with A_ji.
@@ -264,6 +252,7 @@ class Rows:
             position=self.position[:, start:stop],
             first=self.first + start,
             tokens=None if self.tokens is None else self.tokens[:, :last_key],
+            given_sums=None,
             sink=None if self.sink is None else self.sink[..., start:stop],
             z=None if self.z is None else self.z[:, start:stop],
             q=None if self.q is None else self.q[:, start:stop],

@@ -46,7 +46,7 @@ class Columns(Statistic):
     def _update(self, rows: Rows) -> None:
         self.sunk = rows.sink is not None
         fused = rows.fused_sums()
-        self._mass = padded_sum(self._mass, rows.keys.sum(-2) if fused is None else fused.mass)
+        self._mass = padded_sum(self._mass, _mass(rows) if fused is None else fused.mass)
         self._energy = padded_sum(self._energy, _energy(rows) if fused is None else fused.energy)
         self._count = added(self._count, rows.count)
 
@@ -67,12 +67,16 @@ class Columns(Statistic):
         return padded_sum(zeros.clone(), self.mass), padded_sum(zeros.clone(), self.energy)
 
 
+def _mass(rows: Rows) -> Float[Tensor, "batch head key"]:
+    mass = rows.sums().mass
+    return mass if rows.sink is None else torch.cat([rows.sink.sum(-1, keepdim=True), mass], -1)
+
+
 def _energy(rows: Rows) -> Float[Tensor, "batch head key"]:
-    if not rows.self_attention or rows.n_key == 0:
-        energy = rows.pattern.square().sum(-2)
-    else:
+    energy = rows.sums().energy
+    if rows.self_attention and rows.n_key:
         own = rows.position.clamp_min(0)[:, None].expand(*rows.pattern.shape[:-1])
-        energy = rows.off_diagonal_energy().scatter_add(-1, own, rows.diagonal().square())
+        energy = energy.scatter_add(-1, own, rows.diagonal().square())
     if rows.sink is None:
         return energy
     return torch.cat([rows.sink.square().sum(-1, keepdim=True), energy], -1)

@@ -42,7 +42,7 @@ class OffDiagonal(Statistic):
 
     def _update(self, rows: Rows) -> None:
         fused = rows.fused_sums()
-        energy = rows.off_diagonal_energy().sum(-1, dtype=torch.float64) if fused is None else fused.off_diagonal
+        energy = rows.sums().energy.sum(-1, dtype=torch.float64) if fused is None else fused.off_diagonal
         self._energy = added(self._energy, energy.double())
 
     def _merge(self, other: Statistic) -> None:
