@@ -76,6 +76,8 @@ class TransformersHost:
         if head is None:
             raise ValueError("the measure 'unembedding' needs an unembedding matrix, and this model shows none.")
         weight: Any = head.weight() if callable(head.weight) else head.weight  # a quantised layer packs it
+        if weight.is_meta:
+            raise ValueError("the measure 'unembedding' reads the unembedding matrix, and this model's is offloaded.")
         unpacked: Tensor = weight.dequantize() if weight.is_quantized else weight
         return unpacked
 

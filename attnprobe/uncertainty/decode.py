@@ -65,7 +65,8 @@ def generate(
     chosen = torch.zeros(len(prompts), dtype=torch.int64, device=device)
     for step in range(how.max_new_tokens):
         logits, cache = host.decode(tokens, mask, cache, 1)
-        picked = how.choose(logits[:, -1].float())
+        # layers may be on several devices, and the last one need not be where tokens are
+        picked = how.choose(logits[:, -1].float().to(device))
         # a sequence that has ended keeps its last token: what is fed for it is padding
         running = torch.tensor([reason is None for reason in finish], device=device)
         chosen = torch.where(running, picked, chosen)

@@ -372,4 +372,6 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _device(model: Any) -> torch.device:
-    return next(model.parameters()).device
+    """Where tokens go: to the first weights that are anywhere. Offloaded ones wait on no device for their turn."""
+    anywhere = (parameter.device for parameter in model.parameters() if not parameter.is_meta)
+    return next(anywhere, torch.device("cpu"))
