@@ -28,13 +28,22 @@ _EXPORTS: dict[str, str | None] = {
     "SpectralEntropyBound": "attnprobe.analyzers",
     "TransportCapacity": "attnprobe.analyzers",
     "Asymmetry": "attnprobe.analyzers",
+    "LaplacianEigenvalues": "attnprobe.analyzers",
+    "LogDeterminant": "attnprobe.analyzers",
     "SelfAttention": "attnprobe.analyzers",
     "PreviousTokenAttention": "attnprobe.analyzers",
     "Probe": "attnprobe.probe",
     "SAUQ": "attnprobe.uncertainty",
     "RAUQ": "attnprobe.uncertainty",
+    "LapEigValRAUQ": "attnprobe.uncertainty",
+    "LogDetRAUQ": "attnprobe.uncertainty",
+    "Recurrent": "attnprobe.uncertainty",
+    "ScreenedRecurrent": "attnprobe.uncertainty",
     "Perplexity": "attnprobe.uncertainty",
+    "MaximumSequenceProbability": "attnprobe.uncertainty",
     "MeanTokenEntropy": "attnprobe.uncertainty",
+    "MaximumTokenEntropy": "attnprobe.uncertainty",
+    "AttentionScore": "attnprobe.uncertainty",
     "Score": "attnprobe.uncertainty",
     "score": "attnprobe.uncertainty",
     "load_model": "attnprobe.models",
@@ -49,6 +58,8 @@ if TYPE_CHECKING:
         Analyzer,
         Asymmetry,
         IntrinsicTDO,
+        LaplacianEigenvalues,
+        LogDeterminant,
         MeanRoutingSplit,
         PreviousTokenAttention,
         SelfAttention,
@@ -58,7 +69,21 @@ if TYPE_CHECKING:
     from attnprobe.models import load_model
     from attnprobe.probe import Probe
     from attnprobe.rows import Rows
-    from attnprobe.uncertainty import RAUQ, SAUQ, MeanTokenEntropy, Perplexity, Score, score
+    from attnprobe.uncertainty import (
+        RAUQ,
+        SAUQ,
+        AttentionScore,
+        LapEigValRAUQ,
+        LogDetRAUQ,
+        MaximumSequenceProbability,
+        MaximumTokenEntropy,
+        MeanTokenEntropy,
+        Perplexity,
+        Recurrent,
+        Score,
+        ScreenedRecurrent,
+        score,
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -19,7 +19,7 @@ from attnprobe.probe_settings import (
     check_heads,
     check_layers,
     check_prompt_lengths,
-    middle_layers,
+    named_layers,
     parts_of,
     ranges,
 )
@@ -38,7 +38,7 @@ class Probe:
 
     Args:
         analyzers: what to compute on every watched head.
-        layers: "all" (default), "middle" (L//3 to ceil(2L/3) inclusive), or a list of layer numbers.
+        layers: "all" (default), "middle" (L//3 to ceil(2L/3) inclusive), "center" (L//2), or a list of layer numbers.
         heads: "all" (default) or a list of head numbers.
         pattern: which attention: a glob over pattern hooks or a predicate on their names; the default watches
             self-attention of a decoder, "blocks.*.attn.hook_pattern".
@@ -182,8 +182,8 @@ class Probe:
         self._n_layers = max(known, host.n_layers or 0) if self.pattern == DEFAULT_PATTERN else known
         if self.layers == "all":
             return sites
-        if self.layers == "middle":
-            wanted = set(middle_layers(self._n_layers))
+        if isinstance(self.layers, str):
+            wanted = set(named_layers(self.layers, self._n_layers))
         else:
             wanted = {int(layer) for layer in self.layers}
             there = {site.layer for site in sites}

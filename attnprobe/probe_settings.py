@@ -23,6 +23,16 @@ def middle_layers(n_layers: int) -> list[int]:
     return list(range(min(n_layers // 3, last), last + 1))
 
 
+def named_layers(name: str, n_layers: int) -> list[int]:
+    """The layers that "middle" (`middle_layers`) or "center" (L//2 alone) means in a model of L layers.
+
+    >>> from attnprobe.probe_settings import named_layers
+    >>> named_layers("center", 32), named_layers("center", 1)
+    ([16], [0])
+    """
+    return middle_layers(n_layers) if name == "middle" else [n_layers // 2]
+
+
 def check_analyzers(analyzers: Iterable[Analyzer]) -> tuple[Analyzer, ...]:
     if isinstance(analyzers, Analyzer):
         raise TypeError("a probe takes a list of analyzers: write Probe([analyzer]).")
@@ -39,8 +49,8 @@ def check_analyzers(analyzers: Iterable[Analyzer]) -> tuple[Analyzer, ...]:
 
 def check_layers(layers: str | Sequence[int]) -> str | tuple[int, ...]:
     if isinstance(layers, str):
-        if layers not in ("all", "middle"):
-            raise ValueError(f"layers={layers!r}: use 'all', 'middle' or a list of layer numbers.")
+        if layers not in ("all", "middle", "center"):
+            raise ValueError(f"layers={layers!r}: use 'all', 'middle', 'center' or a list of layer numbers.")
         return layers
     numbers = _whole_numbers(layers, "layers")
     if not numbers or min(numbers) < 0:

@@ -2,6 +2,8 @@
 
 from attnprobe.analyzers.asymmetry import Asymmetry
 from attnprobe.analyzers.base import Analyzer
+from attnprobe.analyzers.laplacian import LaplacianEigenvalues
+from attnprobe.analyzers.log_determinant import LogDeterminant
 from attnprobe.analyzers.lookback import PreviousTokenAttention, SelfAttention
 from attnprobe.analyzers.routing import MeanRoutingSplit
 from attnprobe.analyzers.screened import ScreenedTDO
@@ -14,6 +16,8 @@ __all__ = [
     "Analyzer",
     "Asymmetry",
     "IntrinsicTDO",
+    "LaplacianEigenvalues",
+    "LogDeterminant",
     "MeanRoutingSplit",
     "PreviousTokenAttention",
     "ScreenedTDO",

@@ -8,7 +8,8 @@ place. Every function that takes a pattern also takes `rows=` and `mask=`: see `
 from attnprobe.functional.direction import HodgeSplit, asymmetry, hodge_from_columns, hodge_split
 from attnprobe.functional.entropy import EntropyBound, entropy_bound, entropy_from_moments, spectral_entropy
 from attnprobe.functional.gram import prefix_participation_ratio
-from attnprobe.functional.laplacian import laplacian_eigenvalues
+from attnprobe.functional.laplacian import laplacian_eigenvalues, mean_laplacian_eigenvalue
+from attnprobe.functional.log_determinant import attention_log_determinant
 from attnprobe.functional.measures import (
     leverage_scores,
     positional_measure,
@@ -42,6 +43,7 @@ __all__ = [
     "SpectralCapacity",
     "ThresholdCapacity",
     "asymmetry",
+    "attention_log_determinant",
     "capacity_from_columns",
     "check_pattern",
     "entropy_bound",
@@ -51,6 +53,7 @@ __all__ = [
     "landscape_from_columns",
     "laplacian_eigenvalues",
     "leverage_scores",
+    "mean_laplacian_eigenvalue",
     "participation_ratio",
     "positional_measure",
     "prefix_capacity",

@@ -1,6 +1,7 @@
 """Streaming sufficient statistics of one attention site, shared by the analyzers that need them."""
 
 from attnprobe.state.columns import Columns
+from attnprobe.state.diagonal import Diagonal
 from attnprobe.state.gram import Gram
 from attnprobe.state.off_diagonal import OffDiagonal
 from attnprobe.state.outputs import OutputMoments
@@ -14,6 +15,7 @@ from attnprobe.state.values import ValueNorms
 
 __all__ = [
     "Columns",
+    "Diagonal",
     "Gram",
     "OffDiagonal",
     "OutputMoments",

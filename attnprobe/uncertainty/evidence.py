@@ -106,3 +106,18 @@ class Evidence:
         rows = [self.layers.index(layer) for layer in layers]
         value: np.ndarray = self.traces[name][rows]
         return value
+
+    def trace_through_last_row(self, name: str, layers: tuple[int, ...], method: str) -> np.ndarray:
+        """[layer, head, step + 1] of one variable, the row of the last generated token itself included.
+
+        Raises:
+            ValueError: as `trace`, or that row was never read; `method` is the score that the sentence names.
+        """
+        trace = self.trace(name, layers)
+        # a layer of fewer heads than another is filled with NaN
+        if trace.shape[-1] <= self.n_tokens or np.isnan(trace[..., self.n_tokens]).all(-1).any():
+            raise ValueError(
+                f"{method} reads the row of the last generated token, which was never fed to the model: use "
+                "attnprobe.score, or feed the finished text once more."
+            )
+        return trace[..., : self.n_tokens + 1]

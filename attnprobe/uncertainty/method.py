@@ -70,7 +70,7 @@ class Method:
 
     Attributes:
         name: how the score is called in results.
-        layers: which layers it reads: "middle", "all", or numbers.
+        layers: which layers it reads: "middle", "center" (L//2), "all", or numbers.
         needs_last_row: it reads the row of the last generated token itself, which takes one more forward.
     """
 

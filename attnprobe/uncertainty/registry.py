@@ -6,23 +6,41 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from attnprobe.uncertainty.attention_score import AttentionScore
 from attnprobe.uncertainty.method import Method
-from attnprobe.uncertainty.recurrent import RAUQ, SAUQ
-from attnprobe.uncertainty.token_scores import MeanTokenEntropy, Perplexity
+from attnprobe.uncertainty.rauq import RAUQ
+from attnprobe.uncertainty.sauq import SAUQ
+from attnprobe.uncertainty.spectral_rauq import LapEigValRAUQ, LogDetRAUQ
+from attnprobe.uncertainty.token_scores import (
+    MaximumSequenceProbability,
+    MaximumTokenEntropy,
+    MeanTokenEntropy,
+    Perplexity,
+)
 
 _METHODS: dict[str, Callable[[], Method]] = {
     "SAUQ": SAUQ,
     "SAUQ-generation": lambda: SAUQ(scope="generation"),
+    "SAUQ-counting": lambda: SAUQ(measure="counting"),
+    "SAUQ-positional": lambda: SAUQ(measure="positional"),
+    "SAUQ-zipf": lambda: SAUQ(measure="zipf"),
+    "SAUQ-unembedding": lambda: SAUQ(measure="unembedding"),
     "RAUQ": RAUQ,
     "RAUQ-entropy": lambda: RAUQ(entropy=True),
     "RAUQ-paper": lambda: RAUQ(indexing="paper"),
+    "RAUQ-entropy-paper": lambda: RAUQ(entropy=True, indexing="paper"),
+    "LapEigValRAUQ": LapEigValRAUQ,
+    "LogDetRAUQ": LogDetRAUQ,
     "Perplexity": Perplexity,
+    "MaximumSequenceProbability": MaximumSequenceProbability,
     "MeanTokenEntropy": MeanTokenEntropy,
+    "MaximumTokenEntropy": MaximumTokenEntropy,
+    "AttentionScore": AttentionScore,
 }
 
 
 def method_names() -> list[str]:
-    """The names `score` understands; other settings go in as objects such as `SAUQ(measure="counting")`."""
+    """The names `score` understands; other settings go in as objects such as `SAUQ(alpha=0.5)`."""
     return list(_METHODS)
 
 

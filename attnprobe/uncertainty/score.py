@@ -13,7 +13,7 @@ from attnprobe.analyzers import Analyzer
 from attnprobe.analyzers.lookback import SelfAttention
 from attnprobe.hosts import Host, host_of
 from attnprobe.probe import Probe
-from attnprobe.probe_settings import middle_layers
+from attnprobe.probe_settings import named_layers
 from attnprobe.uncertainty.decode import Decoded, Decoding, generate, greedy, read, sampler
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, Method
@@ -227,7 +227,9 @@ def _layers(methods: list[Method], host: Host) -> str | list[int]:
     sites = {site.layer for site in host.sites("blocks.*.attn.hook_pattern")}
     for layers in asked or [(min(sites),)]:
         n_layers = max(host.n_layers or 0, max(sites) + 1)
-        numbers |= set(middle_layers(n_layers)) & sites if layers == "middle" else {int(n) for n in layers}
+        named = {int(n) for n in (named_layers(layers, n_layers) if isinstance(layers, str) else layers)}
+        # of a range, the layers with attention count; where none has, the probe says so
+        numbers |= (named & sites or named) if isinstance(layers, str) else named
     return sorted(numbers)
 
 

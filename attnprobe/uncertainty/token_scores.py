@@ -15,6 +15,18 @@ class Perplexity(Method):
         return Assessment(float(-evidence.log_probability.mean()))
 
 
+class MaximumSequenceProbability(Method):
+    """-sum_t log p_t over the generated tokens, nats: minus the log-probability of the answer.
+
+    Source: LM-Polygraph, the estimator of that name. It grows with the answer; `Perplexity` is its mean.
+    """
+
+    name = "MaximumSequenceProbability"
+
+    def assess(self, evidence: Evidence) -> Assessment:
+        return Assessment(float(-evidence.log_probability.sum()) + 0.0)  # no minus zero
+
+
 class MeanTokenEntropy(Method):
     """Mean entropy of the full next-token distribution over the generated tokens, nats."""
 
@@ -22,3 +34,12 @@ class MeanTokenEntropy(Method):
 
     def assess(self, evidence: Evidence) -> Assessment:
         return Assessment(float(evidence.entropy.mean()))
+
+
+class MaximumTokenEntropy(Method):
+    """Largest entropy of the full next-token distribution over the generated tokens, nats: the least certain token."""
+
+    name = "MaximumTokenEntropy"
+
+    def assess(self, evidence: Evidence) -> Assessment:
+        return Assessment(float(evidence.entropy.max()))

@@ -92,7 +92,7 @@ def test_heads_that_are_not_there(model):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"layers": "center"}, "use 'all', 'middle' or a list"),
+        ({"layers": "outer"}, "use 'all', 'middle', 'center' or a list"),
         ({"layers": []}, "at least one layer"),
         ({"layers": [-1]}, "counted from 0"),
         ({"heads": "middle"}, "use 'all' or a list"),
