@@ -1,0 +1,44 @@
+"""Scores from a name and options, as a configuration file has them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from attnprobe.uncertainty.method import Method
+from attnprobe.uncertainty.registry import method_named
+
+
+def build_method(name: str, options: Mapping[str, Any], label: str | None = None) -> Method:
+    """The score `name` with `options` in place of its own settings, called `label` in results.
+
+    Raises:
+        ValueError: an unknown name or option, or a value that the method refuses.
+
+    >>> build_method("SAUQ-generation", {"alpha": 0.5}, "half").scope
+    'generation'
+    """
+    method = method_named(name)
+    if options:
+        method = _with_options(name, method, options)
+    if label is not None:
+        method.name = label
+    return method
+
+
+def _with_options(name: str, method: Method, options: Mapping[str, Any]) -> Method:
+    arguments = inspect.signature(type(method)).parameters
+    for option in options:
+        if option not in arguments:
+            near = difflib.get_close_matches(option, arguments, n=1)
+            others = f"it has {', '.join(arguments)}" if arguments else "it has none"
+            hint = f"did you mean {near[0]!r}?" if near else others
+            raise ValueError(f"the method {name} has no option {option!r}: {hint}")
+    # "SAUQ-generation" is SAUQ with a scope: what the name has set stays, unless an option says otherwise.
+    preset = {argument: getattr(method, argument) for argument in arguments if hasattr(method, argument)}
+    try:
+        return type(method)(**{**preset, **options})
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(f"the method {name} refuses its options: {error}") from None
