@@ -44,6 +44,10 @@ _EXPORTS: dict[str, str | None] = {
     "MeanTokenEntropy": "attnprobe.uncertainty",
     "MaximumTokenEntropy": "attnprobe.uncertainty",
     "AttentionScore": "attnprobe.uncertainty",
+    "SemanticEntropy": "attnprobe.uncertainty",
+    "LUQ": "attnprobe.uncertainty",
+    "NLI": "attnprobe.uncertainty",
+    "SampledMethod": "attnprobe.uncertainty",
     "Score": "attnprobe.uncertainty",
     "score": "attnprobe.uncertainty",
     "load_model": "attnprobe.models",
@@ -70,6 +74,8 @@ if TYPE_CHECKING:
     from attnprobe.probe import Probe
     from attnprobe.rows import Rows
     from attnprobe.uncertainty import (
+        LUQ,
+        NLI,
         RAUQ,
         SAUQ,
         AttentionScore,
@@ -80,8 +86,10 @@ if TYPE_CHECKING:
         MeanTokenEntropy,
         Perplexity,
         Recurrent,
+        SampledMethod,
         Score,
         ScreenedRecurrent,
+        SemanticEntropy,
         score,
     )
 

@@ -19,6 +19,7 @@ from attnprobe.functional.measures import (
 from attnprobe.functional.patterns import CheckedPattern, check_pattern
 from attnprobe.functional.recurrence import recurrent_confidence, recurrent_log_confidence
 from attnprobe.functional.routing import RoutingSplit, routing_split, split_from_moments
+from attnprobe.functional.semantic import luq, semantic_classes, semantic_entropy
 from attnprobe.functional.sketch import SketchedRatio, sketched_participation_ratio
 from attnprobe.functional.tdo import participation_ratio, tdo_matrix, tdo_spectrum
 from attnprobe.functional.transport import (
@@ -53,6 +54,7 @@ __all__ = [
     "landscape_from_columns",
     "laplacian_eigenvalues",
     "leverage_scores",
+    "luq",
     "mean_laplacian_eigenvalue",
     "participation_ratio",
     "positional_measure",
@@ -62,6 +64,8 @@ __all__ = [
     "recurrent_confidence",
     "recurrent_log_confidence",
     "routing_split",
+    "semantic_classes",
+    "semantic_entropy",
     "sketched_participation_ratio",
     "spectral_capacity",
     "spectral_entropy",

@@ -70,7 +70,7 @@ def generate(
         # a sequence that has ended keeps its last token: what is fed for it is padding
         running = torch.tensor([reason is None for reason in finish], device=device)
         chosen = torch.where(running, picked, chosen)
-        just_ended = _note(chosen.tolist(), answers, finish, how)
+        just_ended = note(chosen.tolist(), answers, finish, how)
         ended = all(reason is not None for reason in finish)
         if (ended or step + 1 == how.max_new_tokens) and not last_row:
             break
@@ -119,7 +119,7 @@ def left_padded(
     return tokens.to(device), mask.to(device)
 
 
-def _note(chosen: list[int], answers: list[list[int]], finish: list[str | None], how: Decoding) -> set[int]:
+def note(chosen: list[int], answers: list[list[int]], finish: list[str | None], how: Decoding) -> set[int]:
     """Add each running sequence's token and see whether it ends there; gives those that did."""
     just_ended = set()
     for i, token in enumerate(chosen):
@@ -146,6 +146,19 @@ def sampler(
     device: torch.device, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
 ) -> Chooser:
     """Draws from the distribution that temperature, top_k and top_p shape; one stream of draws from one seed."""
+    shape = shaper(temperature, top_k, top_p)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+
+    def draw(logits: Tensor) -> Tensor:
+        return torch.multinomial(shape(logits).softmax(-1), 1, generator=generator).squeeze(-1)
+
+    return draw
+
+
+def shaper(
+    temperature: float, top_k: int | None, top_p: float | None
+) -> Callable[[Float[Tensor, "batch vocab"]], Float[Tensor, "batch vocab"]]:
+    """What temperature, top_k and top_p make of logits, in this order; -inf for tokens that cannot be drawn."""
     from transformers.generation import logits_process as processors
 
     warpers: list[Callable[[Tensor, Tensor], Tensor]] = []
@@ -155,12 +168,11 @@ def sampler(
         warpers.append(processors.TopKLogitsWarper(top_k))
     if top_p is not None:
         warpers.append(processors.TopPLogitsWarper(top_p))
-    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    no_tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
-    def draw(logits: Tensor) -> Tensor:
+    def shape(logits: Tensor) -> Tensor:
+        no_tokens = torch.zeros(0, 0, dtype=torch.int64, device=logits.device)
         for warp in warpers:
             logits = warp(no_tokens, logits)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+        return logits
 
-    return draw
+    return shape

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from attnprobe.probe_settings import named_layers
 from attnprobe.uncertainty.decode import Decoded, Decoding, generate, greedy, read, sampler
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, Method
-from attnprobe.uncertainty.registry import resolve
+from attnprobe.uncertainty.registry import AnyMethod, resolve
+from attnprobe.uncertainty.sampled import SampledMethod, Samples
+from attnprobe.uncertainty.sampling import Sample, Sampling, SamplingSettings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +41,8 @@ class Score:
         finish: why the answer ended: "eos", "stop", "length" or "given".
         prompt_ids, token_ids: the token ids that the model saw and gave.
         assessments: method name -> `Assessment` with every layer.
+        samples: the sampled answers, where a method asks for some (those of the first such method; each method's own
+            are in its assessment).
     """
 
     prompt: str
@@ -48,6 +53,7 @@ class Score:
     prompt_ids: list[int] = field(repr=False)
     token_ids: list[int] = field(repr=False)
     assessments: dict[str, Assessment] = field(repr=False)
+    samples: list[Sample] = field(default_factory=list, repr=False)
 
     def layers(self, method: str | None = None) -> pd.DataFrame:
         """Signal and confidence of every layer and step of a recurrent method (the first one by default).
@@ -67,7 +73,7 @@ def score(
     model: Any,
     prompts: Prompt | Sequence[Prompt],
     *,
-    methods: str | Method | Iterable[str | Method] = ("SAUQ",),
+    methods: str | AnyMethod | Iterable[str | AnyMethod] = ("SAUQ",),
     completions: Prompt | Sequence[Prompt] | None = None,
     max_new_tokens: int = 20,
     chat: bool = False,
@@ -83,6 +89,8 @@ def score(
 ) -> list[Score]:
     """Generate answers (or read given ones) and score them, every single-pass method in the same pass.
 
+    Sampled methods draw further answers to the prompt, which share its cache and one set of samples.
+
     Args:
         model: TransformerBridge or HookedTransformer, such as `load_model()` gives.
         prompts: a string, a list of strings, or a list of token-id lists. Strings are tokenized as the tokenizer does
@@ -92,9 +100,10 @@ def score(
             prompt, without special tokens: begin them with the space that parts them) or token-id lists.
         max_new_tokens: length limit of generated answers.
         chat: put each string into the model's chat template as the user's message.
-        batch_size: prompts a forward; greedy answers and their numbers do not depend on it.
+        batch_size: prompts a forward, and samples a forward; greedy answers and their numbers do not depend on it.
         do_sample, temperature, top_k, top_p, seed: sampling; greedy by default, whatever the checkpoint's settings
-            say. Probabilities and entropies are the model's own, before any of these.
+            say. Probabilities and entropies are the model's own, before any of these. Sampled methods (SemanticEntropy,
+            LUQ) have settings of their own for the samples they draw beside the answer, and use `seed` alone.
         stop: strings that end an answer; the text is cut before them, the tokens that complete them are scored.
         tokenizer: used instead of `model.tokenizer`.
         rows: policy for models whose rows do not sum to 1, as in `Probe`.
@@ -113,7 +122,8 @@ def score(
 
     Source: [SG] arXiv 2610.06012 (SAUQ); each method names its own.
     """
-    chosen = resolve(methods)
+    resolved = resolve(methods)
+    chosen = [method for method in resolved if isinstance(method, Method)]
     host = host_of(model)
     tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
     prompt_ids = _prompt_ids(prompts, tokenizer, chat)
@@ -129,11 +139,20 @@ def score(
         stop_tokens=_stop_tokens(model, tokenizer),
         stopped=_stop_strings(stop, tokenizer),
     )
+    sampling = None
+    if any(isinstance(method, SampledMethod) for method in resolved):
+        _need_tokenizer(tokenizer, "sampled answers")
+        _check_context(prompt_ids, None, max_new_tokens, host.context)
+        text = functools.partial(_text, tokenizer=tokenizer, stop=stop)
+        sampling = Sampling(host, how, _device(model), batch_size, seed, text)
     scores: list[Score] = []
     for low in range(0, len(prompt_ids), batch_size):
         batch = prompt_ids[low : low + batch_size]
         given = None if completion_ids is None else completion_ids[low : low + batch_size]
-        scores += _score_batch(host, chosen, batch, given, how, tokenizer, rows, stop)
+        answered = _score_batch(host, chosen, batch, given, how, tokenizer, rows, stop)
+        if sampling is not None:
+            answered = [_with_sampled(one, resolved, sampling, low + i) for i, one in enumerate(answered)]
+        scores += answered
     return scores
 
 
@@ -163,6 +182,25 @@ def _score_batch(
     ]
 
 
+def _with_sampled(score: Score, methods: list[AnyMethod], sampling: Sampling, number: int) -> Score:
+    """The score of one prompt with the sampled methods too, in the order that was asked for."""
+    samples: dict[SamplingSettings, Samples] = {}
+    assessments: dict[str, Assessment] = {}
+    for method in methods:
+        if isinstance(method, Method):
+            assessments[method.name] = score.assessments[method.name]
+            continue
+        if method.settings not in samples:
+            samples[method.settings] = Samples(sampling.draw(score.prompt_ids, number, method.settings))
+        assessments[method.name] = method.assess_samples(samples[method.settings])
+    return replace(
+        score,
+        uncertainty={name: assessment.uncertainty for name, assessment in assessments.items()},
+        assessments=assessments,
+        samples=list(next(iter(samples.values())).samples),
+    )
+
+
 def _score(
     prompt: list[int],
     answer: Decoded,
@@ -172,12 +210,9 @@ def _score(
     stop: str | Sequence[str] | None,
 ) -> Score:
     assessments = {method.name: method.assess(evidence) for method in methods}
-    text = "" if tokenizer is None else tokenizer.decode(answer.tokens, skip_special_tokens=True)
-    if answer.finish == "stop":
-        text = min((text.split(mark, 1)[0] for mark in _strings(stop)), key=len)
     return Score(
         prompt="" if tokenizer is None else tokenizer.decode(prompt),
-        text=text,
+        text=_text(answer.tokens, answer.finish, tokenizer, stop),
         uncertainty={name: assessment.uncertainty for name, assessment in assessments.items()},
         tokens=_table(answer.tokens, evidence, assessments, tokenizer),
         finish=answer.finish,
@@ -185,6 +220,13 @@ def _score(
         token_ids=answer.tokens,
         assessments=assessments,
     )
+
+
+def _text(tokens: list[int], finish: str, tokenizer: Any, stop: str | Sequence[str] | None) -> str:
+    text: str = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+    if finish == "stop":
+        text = min((text.split(mark, 1)[0] for mark in _strings(stop)), key=len)
+    return text
 
 
 def _table(tokens: list[int], evidence: Evidence, assessments: dict[str, Assessment], tokenizer: Any) -> pd.DataFrame:
