@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import traceback
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,12 +12,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from attnprobe.cli import render
+from attnprobe.cli import bench, render
+from attnprobe.cli.errors import plain_errors
 
 __all__ = ["app", "main"]
 
 DEFAULT_METHODS = ("SAUQ",)
-USAGE, FAILURE = 2, 1
 
 app = typer.Typer(
     help="How sure is a language model of its answer? Reads it off the attention, in a single pass.",
@@ -29,6 +26,7 @@ app = typer.Typer(
     # Only a fault of attnprobe itself shows a traceback, and then the plain one that a report needs.
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
@@ -95,7 +93,7 @@ def score(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Answer a prompt and say how uncertain the answer is, token by token."""
-    with _plain_errors(debug):
+    with plain_errors(debug):
         prompts = _prompts(prompt, file)
         methods = tuple(method) if method else DEFAULT_METHODS
         _check_methods(methods)
@@ -126,7 +124,7 @@ def models() -> None:
     """Show which models are cached, where, and how much room they take."""
     from attnprobe.embedded import cache_dir, cached_models
 
-    with _plain_errors(debug=False):
+    with plain_errors(debug=False):
         # No line is cut in a pipe, where a folder has to stay in one piece.
         out = _console(None if sys.stdout.isatty() else 10_000)
         cached = cached_models()
@@ -183,28 +181,6 @@ def _read(name: str) -> str:
         raise typer.BadParameter(f"{source} is not UTF-8 text") from error
     except OSError as error:
         raise typer.BadParameter(f"cannot read {source}: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def _plain_errors(debug: bool) -> Iterator[None]:
-    """Say a mistake in one sentence and leave with the status that goes with it.
-
-    2 for something the user can put right in the call (a wrong value, a folder that is not there), 1 for a
-    failure while running. Everything else is a fault of attnprobe and keeps its traceback.
-    """
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # the reader has left, as `head` does: typer ends quietly
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        if isinstance(error, typer.Exit | typer.Abort):  # these are RuntimeErrors too
-            raise
-        if debug:
-            traceback.print_exc()
-        message = " ".join(str(error).split()) or type(error).__name__
-        typer.echo(f"error: {render.visible(message)}", err=True)
-        wrong_call = isinstance(error, ValueError | TypeError | FileNotFoundError)
-        raise typer.Exit(USAGE if wrong_call else FAILURE) from error
 
 
 if __name__ == "__main__":

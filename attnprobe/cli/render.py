@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
+
+from attnprobe.text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,28 +26,6 @@ if TYPE_CHECKING:
 _RAMP = ("#00204d", "#31446b", "#666970", "#958f78", "#cbba69", "#ffea46")
 _BARS = "▁▂▃▄▅▆▇█"
 _COLUMNS = ("probability", "entropy", "signal", "confidence")
-_JOINERS = "\u200c\u200d"  # part of the spelling in several scripts and of many emoji
-_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-
-
-def visible(text: str, *, keep: str = "") -> str:
-    r"""Spell out every character that would move a cursor, change a colour or turn the writing direction.
-
-    Args:
-        text: what a model or a user wrote.
-        keep: control characters to leave as they are, for example a newline.
-
-    Example:
-        >>> print(visible("a\x1b[31mb\n"))
-        a\x1b[31mb\n
-    """
-
-    def spell(character: str) -> str:
-        if character in keep or character in _JOINERS or unicodedata.category(character) not in _HIDDEN:
-            return character
-        return character.encode("unicode_escape").decode("ascii")
-
-    return "".join(map(spell, text))
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,114 @@
+"""`attnprobe bench`: run a benchmark from a file, and make tables of what is in its output folder."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from attnprobe.cli.errors import plain_errors
+from attnprobe.text import visible
+
+if TYPE_CHECKING:
+    from attnprobe.bench.report import Report, Section
+
+app = typer.Typer(
+    help="Score a model on whole tasks, and rank the methods by how well they tell good answers from bad ones.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+class EngineName(str, Enum):
+    """Where the work is done."""
+
+    local = "local"
+    ray = "ray"
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="The YAML file that says which model, methods and tasks.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder of the results, instead of the file's.")
+    ] = None,
+    engine: Annotated[
+        EngineName | None, typer.Option("--engine", help="'local', or 'ray' for several copies of the model.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Copies of the model, with ray.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first so many of every task.")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Do the rows again that failed.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars and no summary.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Answer and score every example of every task. The same command goes on with a run that was interrupted."""
+    with plain_errors(debug):
+        from attnprobe.bench.config import load_config
+        from attnprobe.bench.runner import run as run_benchmark
+
+        changes: dict[str, Any] = {"output": output, "engine": engine and engine.value, "workers": workers}
+        settings = load_config(config)
+        settings = settings.model_copy(update={name: value for name, value in changes.items() if value is not None})
+        results = run_benchmark(settings, progress=not quiet, limit=limit, retry_failed=retry_failed)
+        for notice in results.notices:
+            typer.echo(f"note: {visible(notice)}", err=True)
+        if results.rows and results.failed == results.rows:
+            raise RuntimeError(f"all {results.rows} rows failed, the first of them so: {results.first_error}")
+        if not quiet:
+            typer.echo(visible(str(results)))
+
+
+@app.command()
+def report(
+    outputs: Annotated[list[Path], typer.Argument(help="Output folders of one run or several.")],
+    csv: Annotated[Path | None, typer.Option("--csv", help="Write every figure to this file, a line each.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+    latex: Annotated[Path | None, typer.Option("--latex", help="Write the tables as LaTeX.")] = None,
+    max_rejection: Annotated[
+        float | None, typer.Option("--max-rejection", help="Reject at most this fraction. Default: the run's.")
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="'prr', or 'auroc' where a quality is 0 or 1.")] = "prr",
+    baseline: Annotated[
+        str | None, typer.Option("--baseline", help="Compare all others with this method. Default: SAUQ.")
+    ] = None,
+    level: Annotated[float, typer.Option("--level", help="Confidence level of the intervals.")] = 0.9,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Print how well each method ranks answers, task by task; a run may be going on meanwhile."""
+    with plain_errors(debug):
+        from attnprobe.bench.report import report as make_report
+
+        made = make_report(list(outputs), max_rejection=max_rejection, level=level, metric=metric, baseline=baseline)
+        for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
+            if path is not None:
+                write(path)
+        _print(made)
+
+
+def _print(made: Report) -> None:
+    # No line is cut in a pipe, where somebody may look for a number in it.
+    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
+    for section in made.sections():
+        out.print(Text(visible(section.title), style="bold"), soft_wrap=True)
+        out.print(_table(section))
+        for note in section.notes:
+            out.print(Text(visible(note), style="dim"), soft_wrap=True)
+        out.print()
+    for notice in made.notices:
+        typer.echo(f"note: {visible(notice)}", err=True)
+
+
+def _table(section: Section) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(section.frame.index.name or "", overflow="fold")
+    for name in section.frame.columns:
+        table.add_column(Text(visible(str(name))), justify="right")
+    for name, cells in section.frame.iterrows():
+        table.add_row(Text(visible(str(name))), *(Text(visible(str(cell))) for cell in cells))
+    return table
