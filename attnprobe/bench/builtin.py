@@ -123,7 +123,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     "XSum": BuiltIn(
         _hub("EdinburghNLP/xsum", "test"),
         _settings(
-            "Here's the text and it's short one-sentence summary.\n\nText:\n{document}\n\nSummary (one sentence):{answer}",
+            "Here's the text and it's short one-sentence summary.\n\nText:\n{document}\n\n"
+            "Summary (one sentence):{answer}",
             56,
             "alignscore_source",
             separator="\n\n",

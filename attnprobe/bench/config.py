@@ -23,7 +23,14 @@ from attnprobe.uncertainty.method import Method
 from attnprobe.uncertainty.registry import resolve
 
 need("pydantic")  # one sentence where it is missing
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (  # noqa: E402
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 Text = Annotated[str, Field(strict=True)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
@@ -110,8 +117,8 @@ class AlignScoreConfig(BaseModel):
 class TaskConfig(BaseModel):
     """A task: where its rows are, how a prompt is made of one, and how good an answer is.
 
-    What is left out comes from the built-in task of that name, so that every setting has its value here. Where `data` is
-    given, it is that data and nothing of the built-in source.
+    What is left out comes from the built-in task of that name, so that every setting has its value here. Where `data`
+    is given, it is that data and nothing of the built-in source.
 
     Attributes:
         task: the name of a built-in task, or any other name for a task of one's own.
@@ -372,8 +379,8 @@ def _check_custom(said: Mapping[str, Any]) -> None:
         near = nearest(said["task"], BUILT_IN)
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
-            f"there is no built-in task {said['task']!r}: {hint}there are {', '.join(BUILT_IN)}, and a task of your own "
-            f"also needs {' and '.join(lacking)}"
+            f"there is no built-in task {said['task']!r}: {hint}there are {', '.join(BUILT_IN)}, and a task of your "
+            f"own also needs {' and '.join(lacking)}"
         )
 
 

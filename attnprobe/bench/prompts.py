@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from string import ascii_uppercase
 
 # One pass over the template: doubled braces stand for themselves, a name in braces for a field. Anything else in braces
 # (attributes, indices, conversions, format specifications) is no template, and what a field holds is never looked at.
@@ -126,4 +127,4 @@ def lettered(choices: Iterable[str]) -> str:
     >>> lettered(["red", "blue"])
     'A. red\\nB. blue'
     """
-    return "\n".join(f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(choices))
+    return "\n".join(f"{letter}. {choice}" for letter, choice in zip(ascii_uppercase, choices, strict=False))
