@@ -19,7 +19,7 @@ class LaplacianEigenvalues(Analyzer):
     """Mean over tokens of the Laplacian eigenvalues L_ii = (sum_{u >= i} A_ui) / (n - i) - A_ii, clipped to [0, 1].
 
     Result: `laplacian_eigenvalue_mean` in [0, 1] (`..._clipped_once` with `clip="mean"`). O(n) memory a head, O(n) time
-    a row. In float32 it is within 1e-6 of the value in float64, also over thousands of tokens.
+    a row. In float32 it is within 1e-6 of the value in float64, over 1500 tokens.
 
     Args:
         clip: "each" (default): every eigenvalue is clipped; "mean": their mean is.

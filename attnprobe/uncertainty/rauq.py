@@ -52,7 +52,8 @@ class RAUQ(Recurrent):
         self.name = "RAUQ" + ("-entropy" if entropy else "") + ("-paper" if indexing == "paper" else "")
 
     def analyzers(self) -> list[Analyzer]:
-        return [PreviousTokenAttention(trace=True) if self.indexing == "paper" else SelfAttention(trace=True)]
+        kind = PreviousTokenAttention if self.indexing == "paper" else SelfAttention
+        return [kind(final=False, trace=True)]
 
     def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         n = evidence.n_tokens

@@ -258,7 +258,7 @@ def _analyzers(methods: list[Method]) -> list[Analyzer]:
         for analyzer in method.analyzers():
             needed.setdefault(repr(analyzer), analyzer)
     # a probe watches something: token scores alone still need to know where sequences begin and end
-    return list(needed.values()) or [SelfAttention()]
+    return list(needed.values()) or [SelfAttention(final=False, trace=True)]
 
 
 def _layers(methods: list[Method], host: Host) -> str | list[int]:

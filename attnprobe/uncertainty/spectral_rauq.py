@@ -69,7 +69,7 @@ class LogDetRAUQ(ScreenedRecurrent):
         alpha: weight of the token's probability, 0.2.
         layers: "middle" (default), "all" or layer numbers.
         epsilon: added to every weight, 0 (our reading: the source does not say). A small one, such as 1e-12, keeps
-            weights that underflow in half precision from deciding everything; s_t is capped at 1.
+            weights that underflow in float16 from deciding everything; s_t is capped at 1.
         screen: how the head is chosen, as in `SAUQ`.
 
     Raises:

@@ -6,9 +6,11 @@ import torch
 from attnprobe import functional
 from attnprobe.functional import (
     asymmetry,
+    attention_log_determinant,
     entropy_bound,
     hodge_split,
     laplacian_eigenvalues,
+    mean_laplacian_eigenvalue,
     participation_ratio,
     prefix_capacity,
     prefix_landscape,
@@ -62,6 +64,10 @@ FUNCTIONS = {
     "asymmetry, normalized": (lambda a, **o: asymmetry(a, "normalized", **o), 0, False),
     "hodge_split": (hodge_split, 0, False),
     "laplacian_eigenvalues": (laplacian_eigenvalues, 1, False),
+    "mean_laplacian_eigenvalue": (mean_laplacian_eigenvalue, 0, False),
+    "mean_laplacian_eigenvalue, mean": (lambda a, **o: mean_laplacian_eigenvalue(a, "mean", **o), 0, False),
+    "attention_log_determinant": (attention_log_determinant, 0, False),
+    "attention_log_determinant, epsilon": (lambda a, **o: attention_log_determinant(a, 1e-3, **o), 0, False),
 }
 EVERY = pytest.mark.parametrize("name", FUNCTIONS)
 

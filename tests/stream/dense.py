@@ -145,6 +145,17 @@ def previous_token(a: Attention) -> dict[str, Tensor]:
     return {"previous_token_attention": a.pattern.diagonal(-1, dim1=-2, dim2=-1).mean(-1)}
 
 
+def laplacian(a: Attention) -> dict[str, Tensor]:
+    n, pattern = a.n, a.pattern
+    eigenvalues = [pattern[..., i:, i].sum(-1) / (n - i) - pattern[..., i, i] for i in range(n)]
+    return {"laplacian_eigenvalue_mean": torch.stack(eigenvalues, -1).clamp(0, 1).mean(-1)}
+
+
+def log_determinant(a: Attention) -> dict[str, Tensor]:
+    total = a.pattern.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return {"log_determinant": total, "log_determinant_mean": total / a.n}
+
+
 # name -> (analyzer, its dense definition)
 ANALYZERS = {
     "IntrinsicTDO": (ap.IntrinsicTDO, intrinsic),
@@ -152,6 +163,8 @@ ANALYZERS = {
     "SpectralEntropyBound": (ap.SpectralEntropyBound, entropy),
     "TransportCapacity": (ap.TransportCapacity, transport),
     "Asymmetry": (ap.Asymmetry, direction),
+    "LaplacianEigenvalues": (ap.LaplacianEigenvalues, laplacian),
+    "LogDeterminant": (ap.LogDeterminant, log_determinant),
     "SelfAttention": (ap.SelfAttention, self_attention),
     "PreviousTokenAttention": (ap.PreviousTokenAttention, previous_token),
 }

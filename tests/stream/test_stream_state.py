@@ -9,6 +9,7 @@ from stream.dense import ANALYZERS, Attention, assert_same, feed, functional, ra
 import attnprobe as ap
 from attnprobe.state import (
     Columns,
+    Diagonal,
     Gram,
     OutputMoments,
     PrefixMass,
@@ -74,6 +75,7 @@ def statistics(attention):
     centered = z - z.mean(2, keepdim=True)
     return {
         Columns: (lambda s: (s.mass, s.energy, s.count), (a.sum(2), a.square().sum(2), torch.tensor([a.shape[2]] * 2))),
+        Diagonal: (lambda s: (s.weights,), (a.diagonal(dim1=-2, dim2=-1),)),
         Gram: (lambda s: (s.matrix.dense(),), (a.mT @ a,)),
         OutputMoments: (
             lambda s: (s.count, s.mean, s.covariance),
@@ -91,7 +93,7 @@ def statistics(attention):
     }
 
 
-KINDS = [Columns, Gram, OutputMoments, Reciprocity, ValueNorms, PrefixMass]
+KINDS = [Columns, Diagonal, Gram, OutputMoments, Reciprocity, ValueNorms, PrefixMass]
 
 
 @pytest.mark.parametrize("kind", KINDS)

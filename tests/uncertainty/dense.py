@@ -93,6 +93,42 @@ def mean_token_entropy(text: Text) -> float:
     return float(np.mean(token_entropies(text)))
 
 
+def maximum_sequence_probability(text: Text) -> float:
+    return -float(sum(token_log_probabilities(text)))
+
+
+def maximum_token_entropy(text: Text) -> float:
+    return float(max(token_entropies(text)))
+
+
+# --- the diagonal ----------------------------------------------------------------------------------------
+
+
+def mean_laplacian_eigenvalue(block: np.ndarray, clip: str = "each") -> float:
+    """Mean of L_ii = (sum_{u >= i} a_ui) / (n - i) - a_ii, clipped to [0, 1] one by one or as it is."""
+    n = len(block)
+    values = [sum(block[u, i] for u in range(i, n)) / (n - i) - block[i, i] for i in range(n)]
+    if clip == "each":
+        values = [min(max(value, 0.0), 1.0) for value in values]
+    return min(max(sum(values) / n, 0.0), 1.0)
+
+
+def geometric_mean_self_attention(block: np.ndarray, epsilon: float = 0.0) -> float:
+    weights = [block[i, i] + epsilon for i in range(len(block))]
+    if min(weights) == 0:
+        return 0.0
+    return min(math.exp(sum(math.log(weight) for weight in weights) / len(block)), 1.0)
+
+
+def attention_score(text: Text, *, layer: int | None = None, generation_only: bool = False) -> float:
+    """Of prompt and generation to its last token; or of the generated tokens but the last."""
+    n_layers, n_heads, n, _ = text.attention.shape
+    layer = n_layers // 2 if layer is None else layer
+    tokens = range(text.n_prompt, n - 1) if generation_only else range(n)
+    logs = [math.log(text.attention[layer, head, t, t] + 1e-12) for head in range(n_heads) for t in tokens]
+    return -sum(logs) / n_heads
+
+
 # --- participation ratio ---------------------------------------------------------------------------------
 
 
@@ -175,7 +211,9 @@ def sauq(
     scope: str = "prefix",
     screen: str = "final",
     renormalize: bool = True,
+    signal=None,
 ) -> tuple[float, list[Layer]]:
+    """SAUQ; or, with `signal`, a function of the prefix block, the same at the same heads with that signal."""
     n_layers, n_heads = text.attention.shape[:2]
     steps = text.n_tokens
 
@@ -199,6 +237,11 @@ def sauq(
 
     chosen = middle_layers(n_layers) if layers is None else list(layers)
     signal_of = of_prefix if scope == "prefix" else of_generation
+    if signal is not None:
+
+        def signal_of(layer: int, head: int, step: int) -> float:
+            return signal(prefix_block(text, layer, head, step))
+
     return _score(chosen, choose, signal_of, np.exp(token_log_probabilities(text)), alpha)
 
 
