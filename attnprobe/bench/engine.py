@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attnprobe.bench.store import Row
+from attnprobe.embedded import quiet_transformers
 
 if TYPE_CHECKING:
     from attnprobe.bench.config import RunConfig, TaskConfig
@@ -72,7 +73,8 @@ class Worker:
         for task in config.tasks:
             if task.quality not in self._quality:  # what measures may be a model too: one for all tasks
                 self._quality[task.quality] = config.quality_of(task)
-        self.model = ap.load_model(config.model, host=config.host, dtype=config.dtype, device=config.device)
+        with quiet_transformers():  # the run has bars of its own
+            self.model = ap.load_model(config.model, host=config.host, dtype=config.dtype, device=config.device)
         self._too_large: dict[int, int] = {}
 
     def answer(self, batch: Batch) -> list[Row]:
@@ -138,9 +140,9 @@ class Worker:
         quality, error = None, None
         nameless = [name for name, value in score.uncertainty.items() if math.isnan(value)]
         try:
-            quality = _number(self._quality[task.quality](example, score.text))
+            quality = self._quality[task.quality](example, score.text)
         except Exception as failure:
-            error = f"quality {task.quality!r}: {sentence(failure)}"
+            error = sentence(failure)
         if nameless:
             error = f"{', '.join(nameless)} gave no number."
         return Row(
@@ -192,13 +194,6 @@ def sentence(error: BaseException) -> str:
     said = said.replace("prompt 0 ", "the prompt ", 1) if said.startswith("prompt 0 ") else said
     said = said or type(error).__name__
     return said if len(said) <= _LONGEST_ERROR else said[: _LONGEST_ERROR - 3] + "..."
-
-
-def _number(value: Any) -> float:
-    quality = float(value)
-    if not math.isfinite(quality):
-        raise ValueError(f"it is {quality}, which is no finite number.")
-    return quality
 
 
 def _seed(*parts: Any) -> int:
