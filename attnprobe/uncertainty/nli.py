@@ -217,13 +217,20 @@ def _load(name: str, tokenizer: Any, device: Any) -> tuple[Any, Any]:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=False)
     except OSError as error:
-        lines = str(error).strip().splitlines()
-        reason = lines[0].rstrip(".") if lines else type(error).__name__
         raise OSError(
             f"the NLI model {name!r} was not found on this machine and could not be fetched from the model hub "
-            f"({reason}): pass nli=NLI(...) with a local folder, or an object with a method matrix(texts)."
+            f"({_first_line(error)}): pass nli=NLI(...) with a local folder, or an object with a method matrix(texts)."
+        ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"{name!r} is not an NLI model that transformers reads by itself ({_first_line(error)})."
         ) from error
     return model.to(device).eval(), tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 def _columns(config: Any, labels: dict[str, int] | None, what: str) -> tuple[tuple[str, ...], list[int]]:

@@ -75,8 +75,7 @@ class Sampling:
         how: length limit and what ends an answer; its `choose` is not used.
         device: where tokens go.
         batch_size: samples a forward, at most.
-        seed: with the numbers of prompt and sample it decides what is drawn, whatever else is drawn beside them; None
-            takes one from torch's own generator.
+        seed: >= 0; with the numbers of prompt and sample it decides what is drawn, whatever is drawn beside it.
         text: the text of token ids, given why they ended.
     """
 
@@ -84,12 +83,8 @@ class Sampling:
     how: Decoding
     device: torch.device
     batch_size: int
-    seed: int | None
+    seed: int
     text: Callable[[list[int], str], str]
-
-    def __post_init__(self) -> None:
-        seed = int(torch.randint(2**62, ())) if self.seed is None else int(self.seed) % 2**64
-        object.__setattr__(self, "seed", seed)
 
     def draw(self, prompt: Sequence[int], number: int, settings: SamplingSettings) -> list[Sample]:
         """Sampled answers to prompt number `number`.
@@ -154,6 +149,11 @@ class _Prefix:
             return self.logits.expand(n, -1, -1), cache
         tokens = self.tokens.expand(n, -1).contiguous()
         return host.decode(tokens, torch.ones_like(tokens), None, 1)
+
+
+def seed_of(seed: int | None) -> int:
+    """A seed >= 0 for `Sampling`; without one, torch's own generator gives it."""
+    return int(torch.randint(2**62, ())) if seed is None else int(seed) % 2**64
 
 
 def _exact(device: torch.device) -> torch.device:

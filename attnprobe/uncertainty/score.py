@@ -20,7 +20,7 @@ from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, Method
 from attnprobe.uncertainty.registry import AnyMethod, resolve
 from attnprobe.uncertainty.sampled import SampledMethod, Samples
-from attnprobe.uncertainty.sampling import Sample, Sampling, SamplingSettings
+from attnprobe.uncertainty.sampling import Sample, Sampling, SamplingSettings, seed_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -144,7 +144,7 @@ def score(
         _need_tokenizer(tokenizer, "sampled answers")
         _check_context(prompt_ids, None, max_new_tokens, host.context)
         text = functools.partial(_text, tokenizer=tokenizer, stop=stop)
-        sampling = Sampling(host, how, _device(model), batch_size, seed, text)
+        sampling = Sampling(host, how, _device(model), batch_size, seed_of(seed), text)
     scores: list[Score] = []
     for low in range(0, len(prompt_ids), batch_size):
         batch = prompt_ids[low : low + batch_size]
