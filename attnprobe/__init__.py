@@ -20,6 +20,7 @@ __version__ = "0.1.0"
 # public name -> module that defines it (None: the submodule itself)
 _EXPORTS: dict[str, str | None] = {
     "functional": None,
+    "metrics": None,
     "Rows": "attnprobe.rows",
     "Analyzer": "attnprobe.analyzers",
     "TDO": "attnprobe.analyzers",
@@ -56,7 +57,7 @@ _EXPORTS: dict[str, str | None] = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from attnprobe import functional
+    from attnprobe import functional, metrics
     from attnprobe.analyzers import (
         TDO,
         Analyzer,
