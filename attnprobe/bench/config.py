@@ -19,8 +19,7 @@ from attnprobe.bench.methods import build_method
 from attnprobe.bench.prompts import Template, check_item_template
 from attnprobe.bench.quality import QUALITIES, WITH_ALIGNSCORE, WITHOUT_A_MODEL, Quality, quality_function
 from attnprobe.bench.yaml_file import read_yaml
-from attnprobe.uncertainty.method import Method
-from attnprobe.uncertainty.registry import resolve
+from attnprobe.uncertainty.registry import AnyMethod
 
 need("pydantic")  # one sentence where it is missing
 from pydantic import (  # noqa: E402
@@ -76,11 +75,12 @@ class MethodConfig(BaseModel):
     label: Name | None = None
 
     @model_validator(mode="after")
-    def _plain_options(self) -> MethodConfig:
+    def _can_be_made(self) -> MethodConfig:
         for option, value in self.options.items():
             values = value if isinstance(value, list | tuple) else [value]
             if not all(item is None or isinstance(item, str | int | float) for item in values):
                 raise ValueError(f"the option {option!r} is {reprlib.repr(value)}: use text, numbers or a list of them")
+        self.build()  # says what is wrong now, not when the model is there
         return self
 
     @property
@@ -88,7 +88,7 @@ class MethodConfig(BaseModel):
         """The arguments of the method that were given."""
         return dict(self.model_extra or {})
 
-    def build(self) -> Method:
+    def build(self) -> AnyMethod:
         """The method itself.
 
         Raises:
@@ -283,17 +283,17 @@ class RunConfig(BaseModel):
 
     @field_validator("methods")
     @classmethod
-    def _methods_can_be_made(cls, methods: tuple[MethodConfig, ...]) -> tuple[MethodConfig, ...]:
-        # Two of one name are told apart by nothing in the results, which `resolve` knows best.
-        resolve([method.build() for method in methods])
+    def _methods_are_told_apart(cls, methods: tuple[MethodConfig, ...]) -> tuple[MethodConfig, ...]:
+        twice = _twice([method.build().name for method in methods])
+        if twice is not None:
+            raise ValueError(f"{twice!r} is there twice: give one of them a label")
         return methods
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        labels = [task.label for task in self.tasks]
-        twice = sorted({label for label in labels if labels.count(label) > 1})
-        if twice:
-            raise ValueError(f"tasks has {twice[0]!r} twice: give one of them another label")
+        twice = _twice([task.label for task in self.tasks])
+        if twice is not None:
+            raise ValueError(f"tasks has {twice!r} twice: give one of them another label")
         for task in self.tasks:
             if task.quality in WITH_ALIGNSCORE and self.alignscore is None:
                 raise ValueError(
@@ -346,7 +346,7 @@ class RunConfig(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def load_config(path: str | Path, *, data_folder: str | Path | None = None) -> RunConfig:
+def load_config(path: str | os.PathLike[str], *, data_folder: str | os.PathLike[str] | None = None) -> RunConfig:
     """Read a configuration from a YAML file.
 
     Args:
@@ -368,6 +368,10 @@ def load_config(path: str | Path, *, data_folder: str | Path | None = None) -> R
         raise ValueError(f"{str(path)!r}: {error}") from None
 
 
+def _twice(names: list[str]) -> str | None:
+    return next((name for name in names if names.count(name) > 1), None)
+
+
 def _check_custom(said: Mapping[str, Any]) -> None:
     """A task that is not built in has to say what a built-in one knows.
 
@@ -380,7 +384,7 @@ def _check_custom(said: Mapping[str, Any]) -> None:
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(
             f"there is no built-in task {said['task']!r}: {hint}there are {', '.join(BUILT_IN)}, and a task of your "
-            f"own also needs {' and '.join(lacking)}"
+            f"own also needs {', '.join(lacking)}"
         )
 
 
@@ -391,7 +395,7 @@ def _keys_at(location: Location) -> Iterable[str]:
     return model.model_fields
 
 
-def _anchored(config: RunConfig, folder: Path, data_folder: str | Path | None) -> RunConfig:
+def _anchored(config: RunConfig, folder: Path, data_folder: str | os.PathLike[str] | None) -> RunConfig:
     """The configuration with its paths made absolute, and the files that it reads found.
 
     Raises:

@@ -84,7 +84,7 @@ def read_table(name: str, subset: str | None = None, split: str | None = None) -
 
 
 def _jsonl(name: str) -> list[Mapping[str, Any]]:
-    rows = []
+    rows: list[Mapping[str, Any]] = []
     # Not splitlines(): a line separator of Unicode may stand inside a text.
     for number, line in enumerate(_decoded(name).split("\n"), 1):
         if not line.strip():
@@ -112,7 +112,7 @@ def _csv(name: str) -> list[Mapping[str, Any]]:
     if not isinstance(frame.index, pandas.RangeIndex):
         # pandas takes what is too much in front for row labels, and every cell would be under the wrong name.
         raise ValueError(f"{name!r} is not a CSV file that can be read: its rows have more cells than its first line")
-    rows: list[Mapping[str, Any]] = frame.to_dict("records")
+    rows: list[Mapping[str, Any]] = [*frame.to_dict("records")]
     for number, row in enumerate(rows, 1):
         if not all(isinstance(cell, str) for cell in row.values()):
             raise ValueError(f"row {number} of {name!r} has fewer cells than its first line")
@@ -131,7 +131,7 @@ def _parquet(name: str) -> list[Mapping[str, Any]]:
 def _from_hub(name: str, subset: str | None, split: str | None) -> Any:
     datasets = need("datasets")
     try:
-        # trust_remote_code is never passed: a data set that is a script is refused by the library.
+        # trust_remote_code is never passed, and from its version 4 on the library has no way to run a script.
         return datasets.load_dataset(name, subset, split=split)
     except Exception as error:
         # Whatever the network, the hub, a cache or a builder came up with: the way out is the same.

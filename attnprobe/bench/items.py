@@ -88,7 +88,8 @@ def _single(row: Row) -> Item:
         letter = _letter(row, len(choices))
         texts["choices"] = lettered(choices)
         fields |= {"choices": choices, "answer": letter}
-        references, answer = (letter,), letter
+        references: tuple[str, ...] = (letter,)
+        answer = letter
     else:
         references = _references(row)
         answer = texts.get("answer", "").strip() or references[0]

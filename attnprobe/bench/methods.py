@@ -7,11 +7,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from attnprobe.uncertainty.method import Method
-from attnprobe.uncertainty.registry import method_named
+from attnprobe.uncertainty.registry import AnyMethod, method_named
 
 
-def build_method(name: str, options: Mapping[str, Any], label: str | None = None) -> Method:
+def build_method(name: str, options: Mapping[str, Any], label: str | None = None) -> AnyMethod:
     """The score `name` with `options` in place of its own settings, called `label` in results.
 
     Raises:
@@ -28,7 +27,7 @@ def build_method(name: str, options: Mapping[str, Any], label: str | None = None
     return method
 
 
-def _with_options(name: str, method: Method, options: Mapping[str, Any]) -> Method:
+def _with_options(name: str, method: AnyMethod, options: Mapping[str, Any]) -> AnyMethod:
     arguments = inspect.signature(type(method)).parameters
     for option in options:
         if option not in arguments:
@@ -36,8 +35,9 @@ def _with_options(name: str, method: Method, options: Mapping[str, Any]) -> Meth
             others = f"it has {', '.join(arguments)}" if arguments else "it has none"
             hint = f"did you mean {near[0]!r}?" if near else others
             raise ValueError(f"the method {name} has no option {option!r}: {hint}")
-    # "SAUQ-generation" is SAUQ with a scope: what the name has set stays, unless an option says otherwise.
-    preset = {argument: getattr(method, argument) for argument in arguments if hasattr(method, argument)}
+    # "SAUQ-generation" is SAUQ with a scope: what the name has set stays, unless an option says otherwise. Only what
+    # the object keeps is looked at, as a property may load a model.
+    preset = {argument: value for argument, value in vars(method).items() if argument in arguments}
     try:
         return type(method)(**{**preset, **options})
     except (TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -22,9 +22,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         twice = _key_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         raise ValueError(f"{str(path)!r} is not a YAML file that can be read: {_reason(error)}") from None
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} is not a YAML file that can be read: it is nested too deeply") from None
     except Exception as error:
-        # PyYAML's constructors raise whatever Python does: ValueError for the 13th month, RecursionError for depth.
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        # PyYAML's constructors raise whatever Python does: ValueError for the 13th month, AttributeError for no date.
+        fits = isinstance(error, yaml.YAMLError | ValueError) and str(error)
+        reason = str(error).splitlines()[0] if fits else "a value is not what its tag says"
         raise ValueError(f"{str(path)!r} is not a YAML file that can be read: {reason}") from None
     if twice is not None:
         raise ValueError(f"{str(path)!r} has the key {twice[0]!r} a second time in line {twice[1]}")
@@ -52,7 +55,7 @@ def _reason(error: Any) -> str:
     mark = error.problem_mark or error.context_mark
     if "could not determine a constructor for the tag" in problem:
         # Tags such as !!python/object/apply run code in loaders that allow it; this one never does.
-        problem = f"tags that make objects are not allowed ({problem.split('tag')[-1].strip()})"
+        problem = f"tags that make objects are not allowed, as {problem.split(' the tag ')[-1]}"
     return f"{problem}, line {mark.line + 1}" if mark is not None else problem
 
 
