@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.functional.gram import prefix_key_weights, prefix_ratio_of_rows
-from attnprobe.functional.measures import Measure, unembedding_measure, zipf_measure
+from attnprobe.functional.measures import Measure, zipf_measure
 from attnprobe.functional.patterns import safe_divide
 from attnprobe.functional.sketch import (
     SketchedRatio,
@@ -252,7 +252,9 @@ class TDO(Analyzer):
             raise ValueError(f"the measure {self.measure!r} needs token ids and the host shows none here.")
         present = tokens >= 0
         if self.leverage is not None and self.measure == "unembedding":
-            mu = unembedding_measure(tokens.clamp_min(0), self.leverage)
+            # not `unembedding_measure`, which refuses tokens that have no weight at all: a padding token that is
+            # generated, or a generation block that has no token yet
+            mu = self.leverage.to(tokens.device)[tokens.clamp_min(0)]
         else:
             mu = zipf_measure(tokens.clamp_min(0))
         mu = mu * present

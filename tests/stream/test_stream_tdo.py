@@ -341,3 +341,23 @@ def test_the_positional_measure_refuses_a_sink_as_the_functional_one_does():
         functional.participation_ratio(attention.pattern, "positional", rows="sink")
     with pytest.raises(ValueError, match="sink"):
         ap.TDO("positional").update(rows)
+
+
+def test_tokens_without_weight_in_the_unembedding_measure():
+    """A padding token's row of the unembedding may be zero, and the model may generate that token."""
+    leverage = torch.tensor([0.0, 0.5, 0.25], dtype=torch.float64)
+    pattern = random_attention(5, 4, batch=1).pattern
+    found = {}
+    for tokens in ([1, 2, 0, 0, 0], [1, 2, 0, 1, 2]):
+        rows = ap.Rows.from_pattern(
+            pattern, tokens=torch.tensor([tokens]), prompt_length=torch.tensor([2]), shortest_prompt=2
+        )
+        analyzer = ap.TDO("unembedding", scope="generation", lambda2=False, trace=True).start(leverage=leverage)
+        found[tokens[-1]] = analyzer.trace_rows(rows)[analyzer.ratio_name]
+        analyzer.update(rows)
+        torch.testing.assert_close(analyzer.compute()[analyzer.ratio_name], found[tokens[-1]][..., -1])
+    assert (found[0][..., 2:] == 0).all()  # a block of which no token has weight
+    assert (found[2][..., 2] == 0).all()
+    block = pattern[0, 0, 2:, 2:] / pattern[0, 0, 2:, 2:].sum(-1, keepdim=True)
+    mu = torch.tensor([0.0, 2 / 3, 1 / 3], dtype=torch.float64)
+    assert found[2][0, 0, -1].item() == pytest.approx(dense_ratio(dense_tdo(block, mu), 3), abs=1e-9)
