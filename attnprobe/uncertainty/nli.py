@@ -80,6 +80,16 @@ class NLI:
     def __repr__(self) -> str:
         return f"NLI({self.model if isinstance(self.model, str) else type(self.model).__name__!r})"
 
+    def load(self) -> NLI:
+        """Load the checkpoint now rather than at first use; gives itself.
+
+        Raises:
+            OSError: it is neither on this machine nor reachable.
+            ValueError: it is none that transformers reads, or its labels do not say which is which.
+        """
+        _ = self._classifier
+        return self
+
     @property
     def label_names(self) -> tuple[str, ...]:
         """The columns of logits: `THREE_LABELS` or `TWO_LABELS`."""

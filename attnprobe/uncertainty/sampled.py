@@ -14,6 +14,10 @@ from attnprobe.uncertainty.method import Assessment
 from attnprobe.uncertainty.nli import EntailmentModel, shared_nli
 from attnprobe.uncertainty.sampling import Sample, SamplingSettings
 
+NO_CONTRADICTION = (
+    "LUQ needs an NLI model that tells contradiction, and this one has entailment and not_entailment only."
+)
+
 
 @dataclass(frozen=True)
 class SampledAssessment(Assessment):
@@ -58,9 +62,7 @@ class Comparison:
             ValueError: the model has no such label.
         """
         if self.logits.shape[-1] != 3:
-            raise ValueError(
-                "LUQ needs an NLI model that tells contradiction, and this one has entailment and not_entailment only."
-            )
+            raise ValueError(NO_CONTRADICTION)
         return self.logits[..., 2]
 
 
@@ -178,6 +180,16 @@ class SampledMethod:
         if self._nli is None:
             return shared_nli()
         return shared_nli(self._nli) if isinstance(self._nli, str) else self._nli
+
+    def prepare(self) -> None:
+        """Load the NLI model, where it can be loaded ahead; `score` does so before anything is generated.
+
+        Raises:
+            OSError, ValueError: it cannot be had, or cannot serve this score.
+        """
+        load = getattr(self.nli, "load", None)
+        if callable(load):
+            load()
 
     def assess_samples(self, samples: Samples) -> Assessment:
         """The score of one prompt's samples."""

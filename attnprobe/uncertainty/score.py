@@ -140,10 +140,13 @@ def score(
         stopped=_stop_strings(stop, tokenizer),
     )
     sampling = None
-    if any(isinstance(method, SampledMethod) for method in resolved):
+    sampled = [method for method in resolved if isinstance(method, SampledMethod)]
+    if sampled:
         _need_tokenizer(tokenizer, "sampled answers")
         _check_context(prompt_ids, None, max_new_tokens, host.context)
         text = functools.partial(_text, tokenizer=tokenizer, stop=stop)
+        for method in sampled:
+            method.prepare()
         sampling = Sampling(host, how, _device(model), batch_size, seed_of(seed), text)
     scores: list[Score] = []
     for low in range(0, len(prompt_ids), batch_size):

@@ -14,7 +14,7 @@ from attnprobe.functional.semantic import (
     semantic_entropy,
 )
 from attnprobe.uncertainty.nli import EntailmentModel
-from attnprobe.uncertainty.sampled import SampledAssessment, SampledMethod, Samples
+from attnprobe.uncertainty.sampled import NO_CONTRADICTION, SampledAssessment, SampledMethod, Samples
 
 
 class SemanticEntropy(SampledMethod):
@@ -115,6 +115,11 @@ class LUQ(SampledMethod):
         if n_samples < 2:
             raise ValueError("LUQ compares answers with one another: n_samples must be at least 2.")
         self.name = self._named("LUQ")
+
+    def prepare(self) -> None:
+        super().prepare()
+        if "contradiction" not in getattr(self.nli, "label_names", ["contradiction"]):
+            raise ValueError(NO_CONTRADICTION)
 
     def assess_samples(self, samples: Samples) -> SampledAssessment:
         compared = samples.compared_by(self.nli)

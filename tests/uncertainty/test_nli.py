@@ -213,6 +213,8 @@ def test_nothing_is_loaded_before_it_is_used(monkeypatch):
     sentence = (
         r"the NLI model 'nobody/no-such-model' was not found on this machine and could not be fetched .*: pass nli="
     )
+    with pytest.raises(OSError, match=sentence):
+        lazy.load()
     with pytest.raises(OSError, match=sentence) as raised:
         lazy.matrix(["a", "b"])
     assert "\n" not in str(raised.value)

@@ -345,6 +345,22 @@ def test_errors_are_one_sentence(given, error, sentence):
     assert "\n" not in str(raised.value)
 
 
+def test_an_nli_model_that_will_not_do_is_refused_before_anything_is_generated(monkeypatch):
+    class TwoLabels(RuleNLI):
+        label_names = ("entailment", "not_entailment")
+
+    def never(*given):
+        raise AssertionError("something was generated")
+
+    monkeypatch.setattr("attnprobe.hosts.transformers.TransformersHost.decode", never)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    given = dict(tokenizer=words(), max_new_tokens=3)
+    with pytest.raises(ValueError, match="LUQ needs an NLI model that tells contradiction"):
+        ap.score(model_on("plain"), [PROMPT], methods=ap.LUQ(nli=TwoLabels()), **given)
+    with pytest.raises(OSError, match="the NLI model 'nobody/no-such-model' was not found on this machine"):
+        ap.score(model_on("plain"), [PROMPT], methods=ap.SemanticEntropy(nli="nobody/no-such-model"), **given)
+
+
 # --- caches -----------------------------------------------------------------------------------------------
 
 
