@@ -1,11 +1,12 @@
 """Rows of a data set: a file on this machine, or a data set on the hub.
 
-A JSONL file is read line by line with `json` and a CSV file as text alone, so that nobody guesses types: an id of 007,
-an answer of NA and a year stay what the file says, and a mistake has a line number.
+A JSONL file is read line by line with `json` and a CSV file with `csv` as text alone, so that nobody guesses types: an
+id of 007, an answer of NA and a year stay what the file says, and a mistake has a line number.
 """
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import re
@@ -101,21 +102,27 @@ def _jsonl(name: str) -> list[Mapping[str, Any]]:
 
 
 def _csv(name: str) -> list[Mapping[str, Any]]:
-    pandas = need("pandas")
     text = _decoded(name)
-    if not text.strip():
-        return []
+    rows: list[Mapping[str, Any]] = []
+    # Not pandas, which fills up a row that breaks off. An article may be longer than the reader's own limit, which is
+    # one for the whole process.
+    limit = csv.field_size_limit(max(len(text), 1))
     try:
-        frame = pandas.read_csv(io.StringIO(text), dtype=str, keep_default_na=False)
-    except (pandas.errors.ParserError, pandas.errors.EmptyDataError, ValueError) as error:
-        raise ValueError(f"{name!r} is not a CSV file that can be read: {_first_line(error)}") from None
-    if not isinstance(frame.index, pandas.RangeIndex):
-        # pandas takes what is too much in front for row labels, and every cell would be under the wrong name.
-        raise ValueError(f"{name!r} is not a CSV file that can be read: its rows have more cells than its first line")
-    rows: list[Mapping[str, Any]] = [*frame.to_dict("records")]
-    for number, row in enumerate(rows, 1):
-        if not all(isinstance(cell, str) for cell in row.values()):
-            raise ValueError(f"row {number} of {name!r} has fewer cells than its first line")
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        columns = next(reader, [])
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"{name!r} has a column twice in its first line")
+        for cells in filter(None, reader):
+            if len(cells) != len(columns):
+                raise ValueError(
+                    f"the row that ends in line {reader.line_num} of {name!r} has {len(cells)} cells, and the first "
+                    f"line names {len(columns)}"
+                )
+            rows.append(dict(zip(columns, cells, strict=True)))
+    except csv.Error as error:
+        raise ValueError(f"{name!r} is not a CSV file that can be read: {error}") from None
+    finally:
+        csv.field_size_limit(limit)
     return rows
 
 
