@@ -68,7 +68,7 @@ class Worker:
         sampled = [method for method in self.methods if isinstance(method, SampledMethod)]
         self._samples = bool(sampled)
         for method in sampled:
-            _ = method.nli  # loaded now: one that cannot be had is no fault of a row
+            method.prepare()  # now: an NLI model that cannot be had is no fault of a row
         self._quality: dict[str, Any] = {}
         for task in config.tasks:
             if task.quality not in self._quality:  # what measures may be a model too: one for all tasks
