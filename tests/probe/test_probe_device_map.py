@@ -147,6 +147,8 @@ def more():
         ap.SelfAttention(trace=True, stride=2),
         ap.TDO("unembedding", lambda2=False, trace=True),
         ap.TDO("zipf", trace=True),
+        ap.LaplacianEigenvalues(trace=True),
+        ap.LogDeterminant(1e-12, trace=True),
         ap.IntrinsicTDO(scope="generation", trace=True),
     ]
 
@@ -202,7 +204,10 @@ def test_eigenvalues_of_long_texts(devices):
     assert_same(found, expected(long_forward, second_eigenvalues), tolerance=2e-5)
 
 
-METHODS = ["SAUQ", "SAUQ-generation", "RAUQ", "Perplexity", "MeanTokenEntropy", ap.SAUQ(measure="counting", stride=2)]
+METHODS = [
+    *("SAUQ", "SAUQ-generation", "RAUQ", "LapEigValRAUQ", "LogDetRAUQ", "AttentionScore"),
+    *("Perplexity", "MeanTokenEntropy", ap.SAUQ(measure="counting", stride=2)),
+]
 
 
 @pytest.mark.parametrize("spread", [by_hand, by_accelerate])

@@ -107,7 +107,7 @@ def maximum_token_entropy(text: Text) -> float:
 def mean_laplacian_eigenvalue(block: np.ndarray, clip: str = "each") -> float:
     """Mean of L_ii = (sum_{u >= i} a_ui) / (n - i) - a_ii, clipped to [0, 1] one by one or as it is."""
     n = len(block)
-    values = [sum(block[u, i] for u in range(i, n)) / (n - i) - block[i, i] for i in range(n)]
+    values = [block[i:, i].sum() / (n - i) - block[i, i] for i in range(n)]
     if clip == "each":
         values = [min(max(value, 0.0), 1.0) for value in values]
     return min(max(sum(values) / n, 0.0), 1.0)

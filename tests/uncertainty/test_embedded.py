@@ -14,7 +14,10 @@ import attnprobe as ap
 pytestmark = pytest.mark.model
 
 NEW_TOKENS = 20
-METHODS = ("SAUQ", "SAUQ-generation", "RAUQ", "Perplexity", "MeanTokenEntropy")
+METHODS = (
+    *("SAUQ", "SAUQ-generation", "RAUQ", "LapEigValRAUQ", "LogDetRAUQ", "AttentionScore"),
+    *("Perplexity", "MaximumSequenceProbability", "MeanTokenEntropy", "MaximumTokenEntropy"),
+)
 MEASURES = ("intrinsic", "counting", "positional", "zipf", "unembedding")
 
 # (goes through the chat template, text)
@@ -123,12 +126,18 @@ def test_scores_equal_a_dense_float64_computation(name):
         "SAUQ": dense.sauq(text),
         "SAUQ-generation": dense.sauq(text, scope="generation"),
         "RAUQ": dense.rauq(text),
+        "LapEigValRAUQ": dense.sauq(text, signal=dense.mean_laplacian_eigenvalue),
+        "LogDetRAUQ": dense.sauq(text, signal=dense.geometric_mean_self_attention),
     }.items():
         assert [layer.layer for layer in layers] == list(range(10, 21))
         assert score.uncertainty[method] == pytest.approx(uncertainty, abs=1e-3), method
         dense.assert_same_layers(score.assessments[method], layers, 1e-3)
     assert score.uncertainty["Perplexity"] == pytest.approx(dense.perplexity(text), abs=1e-3)
     assert score.uncertainty["MeanTokenEntropy"] == pytest.approx(dense.mean_token_entropy(text), abs=1e-3)
+    assert score.uncertainty["MaximumTokenEntropy"] == pytest.approx(dense.maximum_token_entropy(text), abs=1e-3)
+    surprise = dense.maximum_sequence_probability(text)
+    assert score.uncertainty["MaximumSequenceProbability"] == pytest.approx(surprise, abs=1e-3)
+    assert score.uncertainty["AttentionScore"] == pytest.approx(dense.attention_score(text), abs=1e-3)
     np.testing.assert_allclose(score.tokens["log_probability"], dense.token_log_probabilities(text), atol=1e-3)
     np.testing.assert_allclose(score.tokens["entropy"], dense.token_entropies(text), atol=1e-3)
 
