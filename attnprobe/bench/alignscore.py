@@ -89,7 +89,7 @@ def load_alignscore(
         model: the RoBERTa that it was trained from, of which only configuration and tokenizer are read.
 
     Raises:
-        ValueError: the file is no such checkpoint, or the model's configuration and tokenizer cannot be had.
+        ValueError: the file is no such checkpoint, or the model's configuration, tokenizer or device cannot be had.
         ImportError: NLTK or its data for sentences are not installed.
     """
     split = _sentence_splitter()
@@ -97,7 +97,10 @@ def load_alignscore(
     encoder, head, tokenizer = _empty_model(model)
     _fill(encoder, _under("base_model.", weights), checkpoint, model)
     _fill(head, _under("tri_layer.", weights), checkpoint, model)
-    return AlignScore(encoder.to(device), head.to(device), tokenizer, split, batch_size)
+    try:
+        return AlignScore(encoder.to(device), head.to(device), tokenizer, split, batch_size)
+    except (RuntimeError, AssertionError) as error:  # a PyTorch without CUDA asserts
+        raise ValueError(f"AlignScore cannot be put on the device {device!r}: {_first_line(error)}") from None
 
 
 def _sentence_splitter() -> Split:

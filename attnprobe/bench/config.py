@@ -321,6 +321,7 @@ class RunConfig(BaseModel):
         """A hash of everything that changes the rows of the results.
 
         Where the results go and how the work is spread is not part of it, nor where a data file lies: what is in it is.
+        AlignScore's weights, which are gigabytes, stand there by name and size.
 
         Raises:
             ValueError: a data file that cannot be read.
@@ -342,6 +343,8 @@ class RunConfig(BaseModel):
             said["columns"] = {name: task.columns(name) for name in ROW_NAMES}
             for key in ("data", "shots_data"):
                 said[key] = _content(said[key])
+        if self.alignscore is not None:
+            settings["alignscore"]["checkpoint"] = _weights(self.alignscore.checkpoint)
         text = json.dumps(settings, sort_keys=True, ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -474,3 +477,10 @@ def _content(name: str | None) -> str | None:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest()
     except OSError as error:
         raise ValueError(f"the data file {name!r} cannot be read: {error.strerror or error}") from None
+
+
+def _weights(path: Path) -> list[str | int]:
+    try:
+        return [path.name, path.stat().st_size]
+    except (OSError, ValueError):
+        return [path.name]

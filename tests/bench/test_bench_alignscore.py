@@ -197,6 +197,12 @@ def test_a_model_that_cannot_be_had_or_is_no_roberta(roberta, tmp_path, monkeypa
         load_alignscore(path, str(folder))
 
 
+def test_a_device_that_is_not_there(roberta):
+    folder, weights = roberta
+    with pytest.raises(ValueError, match="cannot be put on the device 'nowhere'"):
+        load_alignscore(saved(folder, weights), str(folder), device="nowhere")
+
+
 def test_sentences_without_their_data(roberta, monkeypatch):
     folder, weights = roberta
 

@@ -1,7 +1,11 @@
 """Configurations: what is filled in, what is refused and with which sentence."""
 
+import importlib
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +13,12 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from attnprobe import bench
 from attnprobe.bench.builtin import BUILT_IN
 from attnprobe.bench.config import ROW_NAMES, RunConfig, TaskConfig, load_config
 from attnprobe.bench.config_errors import nearest
 from attnprobe.bench.methods import build_method
+from attnprobe.bench.quality import QUALITIES
 
 ROW = '{"id": "1", "question": "Who?", "references": ["Ada"]}\n'
 GOOD = """
@@ -60,7 +66,7 @@ WRONG = {
     "month 13": ("output: 2024-13-45", "not a YAML file that can be read"),
     "bad int tag": ("seed: !!int x", "not a YAML file that can be read"),
     "bad timestamp tag": ("seed: !!timestamp x", "not a YAML file that can be read"),
-    "deep": ("[" * 5000, "not a YAML file that can be read"),
+    "deep": ("[" * 1500, "not a YAML file that can be read"),
     "empty": ("", "is empty"),
     "only a comment": ("# nothing\n", "is empty"),
     "a list": ("[1, 2]", "must be a mapping"),
@@ -389,6 +395,61 @@ def test_the_fingerprint_is_of_the_rows_wherever_they_lie(folder):
 def test_nearest_does_not_mind_case_and_marks():
     assert nearest("trivia-qa", BUILT_IN) == "TriviaQA"
     assert nearest("zzz", BUILT_IN) is None
+
+
+def in_a_new_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_nothing_optional_is_imported_before_it_is_used():
+    names = "{'pydantic', 'yaml', 'datasets', 'pyarrow', 'rouge_score', 'torch'}"
+    done = in_a_new_python(f"import sys, attnprobe.bench; print({names} & set(sys.modules))")
+    assert done.stdout == "set()\n", done.stderr
+
+
+@pytest.mark.parametrize("package", ["pydantic", "yaml"])
+def test_a_missing_package_is_one_sentence(folder, package, monkeypatch):
+    path = write(folder, GOOD)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(bench, "config", bench.config)  # put back afterwards, as the one that others have imported
+    monkeypatch.delitem(sys.modules, "attnprobe.bench.config")
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("attnprobe.bench.config").load_config(path)
+    assert str(caught.value) == f'the benchmark needs the package {package!r}: pip install "attnprobe[bench]"'
+
+
+def test_the_weights_of_alignscore_are_part_of_the_fingerprint(folder):
+    weights, prints = folder / "weights.ckpt", set()
+    for content in (b"x", b"xy"):
+        weights.write_bytes(content)
+        for checkpoint in ("weights.ckpt", str(weights)):
+            config = load_config(write(folder, said(alignscore={"checkpoint": checkpoint})))
+            prints.add(config.fingerprint())
+    assert len(prints) == 2
+    weights.unlink()
+    assert config.fingerprint() not in prints
+
+
+DOCS = (Path(__file__).parents[2] / "docs" / "benchmark.md").read_text()
+
+
+def test_the_page_shows_configurations_that_load(folder):
+    for name in ("AlignScore-large.ckpt", "capitals.csv"):
+        (folder / name).write_text("")
+    blocks = [block.split("```")[0] for block in DOCS.split("```yaml\n")[1:]]
+    assert len(blocks) == 3
+    for block in blocks:
+        assert load_config(write(folder, said(**yaml.safe_load(block))))
+
+
+def test_the_page_names_everything():
+    for name in (*TaskConfig.model_fields, *RunConfig.model_fields, *QUALITIES, *BUILT_IN):
+        assert re.search(rf"\b{name}\b", DOCS), name
+    rows = {line.split("|")[1].strip(" `"): line.split("|") for line in DOCS.splitlines() if line.startswith("| `")}
+    for name in BUILT_IN:
+        task = TaskConfig(task=name)
+        assert [cell.strip(" `") for cell in rows[name][3:5]] == [str(task.max_new_tokens), task.quality]
+        assert rows[name][5].strip() == ", ".join(filter(None, (task.data, task.subset, task.split)))
 
 
 @pytest.mark.parametrize("name", ["local", "published"])
