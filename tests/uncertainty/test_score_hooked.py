@@ -6,7 +6,10 @@ import pytest
 
 import attnprobe as ap
 
-METHODS = ["SAUQ", "SAUQ-generation", "RAUQ", "RAUQ-paper", "Perplexity", "MeanTokenEntropy"]
+METHODS = [
+    *("SAUQ", "SAUQ-generation", "RAUQ", "RAUQ-paper", "LapEigValRAUQ", "LogDetRAUQ", "AttentionScore"),
+    *("Perplexity", "MeanTokenEntropy"),
+]
 PROMPTS = [[5, 9, 23, 44, 11, 60, 3], [7, 8, 9]]
 
 pytestmark = pytest.mark.skipif(
