@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,8 @@ class Row:
         """The error of a row without `name`."""
         columns = self.task.columns(name)
         wanted = " or ".join(repr(column) for column in columns)
-        has = ", ".join(sorted(map(str, self.values)))
+        # In one line and cut: a file may have hundreds of columns.
+        has = textwrap.shorten(", ".join(sorted(map(str, self.values))), 300, placeholder=" ...")
         return self.wrong(
             name,
             f"is missing: it should be in the column {wanted}, and the row has {has}; `fields` maps names to columns",

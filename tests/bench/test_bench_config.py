@@ -224,6 +224,7 @@ def loads_or_says_why(path: Path) -> None:
         sentence = str(error)
     else:
         assert isinstance(config, RunConfig)
+        assert config.fingerprint() == load_config(path).fingerprint()
         return
     assert "run.yaml" in sentence
 

@@ -7,7 +7,10 @@ import types
 
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
+from attnprobe.bench.builtin import BUILT_IN
 from attnprobe.bench.config import TaskConfig
 from attnprobe.bench.data import is_file_name, read_table
 from attnprobe.bench.tasks import examples
@@ -192,6 +195,56 @@ def test_a_column_of_another_name_and_one_inside_another(tmp_path):
     assert (example.id, example.prompt, example.references) == ("3", "Who? dot", ("Ada",))
     with pytest.raises(ValueError, match=r"in the column 'gold\.some', and the row has a\.b, context, gold, key, q"):
         asked(path, fields={**fields, "references": "gold.some"}, template="{question} {extra}")
+
+
+# --- anything at all ---------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=4,
+)
+COLUMNS = ("id", "question", "context", "references", "choices", "answer", "subject", "story", "questions", "answers")
+FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def examples_or_a_sentence(path, name):
+    try:
+        asked = examples(TaskConfig(task=name, data=str(path), quality="contains", shots=0))
+    except ValueError as error:
+        sentence = str(error)
+    else:
+        assert all(example.references and example.prompt for example in asked)
+        return
+    assert path.name in sentence
+    assert "\n" not in sentence
+    assert len(sentence) < 1000
+
+
+@FUZZ
+@given(
+    st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys(COLUMNS, JSON)), max_size=3),
+    st.sampled_from(sorted(BUILT_IN)),
+)
+def test_any_rows_are_examples_or_one_sentence(tmp_path, rows, name):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples_or_a_sentence(path, name)
+
+
+@FUZZ
+@given(st.binary() | st.text().map(str.encode), st.sampled_from(["csv", "jsonl", "parquet"]))
+@example(b"id,question,context,references\n,,,\n", "csv")
+@example(b'id,"ques\n\ntion"\n1,2\n', "csv")
+@example(b",".join(b"column%d" % i for i in range(500)) + b"\n" + b"," * 499, "csv")
+@example(b"PAR1PAR1", "parquet")
+@example(b"PAR1\x00\x00\x00\x00PAR1", "parquet")
+@example(b"\x00", "csv")
+@example(b"1" * 5000, "jsonl")
+def test_any_bytes_are_examples_or_one_sentence(tmp_path, content, kind):
+    path = tmp_path / f"rows.{kind}"
+    path.write_bytes(content)
+    examples_or_a_sentence(path, "SQuAD")
 
 
 # --- the hub -----------------------------------------------------------------------------------------------
