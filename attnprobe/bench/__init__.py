@@ -23,6 +23,7 @@ _EXPORTS = {
     "quality_function": "attnprobe.bench.quality",
     "run": "attnprobe.bench.runner",
     "results": "attnprobe.bench.runner",
+    "report": "attnprobe.bench.reporting",
 }
 
 __all__ = list(_EXPORTS)
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from attnprobe.bench.config import RunConfig, TaskConfig, load_config
     from attnprobe.bench.example import Example
     from attnprobe.bench.quality import quality_function
+    from attnprobe.bench.reporting import report
     from attnprobe.bench.runner import results, run
     from attnprobe.bench.tasks import examples, task_names
 

@@ -122,7 +122,7 @@ def mean_rank(
 
     with _notices() as notices:
         try:
-            values = {method: np.mean([_value(one, method, settings) for one in tasks]) for method in methods}
+            values = {method: float(np.mean([_value(one, method, settings) for one in tasks])) for method in methods}
             drawn = {
                 method: np.mean([_resampled(one, method, settings, place) for place, one in enumerate(tasks)], axis=0)
                 for method in methods

@@ -229,7 +229,8 @@ def read_rows(folder: str | os.PathLike[str]) -> Found:
     """Read the rows of an output folder; nothing on the disk is changed, and a run may be writing meanwhile."""
     import pyarrow as pa
 
-    tables, damaged = [], []
+    tables: list[pa.Table] = []
+    damaged: list[Path] = []
     for path in _parts(Path(folder)):
         try:
             table = _read_part(path)
@@ -282,10 +283,7 @@ def _settle(folder: Path, record: Record) -> list[str]:
         return []
     old = read_record(folder)
     if old.fingerprint != record.fingerprint:
-        decisive = [
-            {name: said[name] for name in said if name not in _INDIFFERENT} for said in (old.config, record.config)
-        ]
-        differing = differences(*decisive) or ["what is in the files of data has changed"]
+        differing = differences(_decisive(old), _decisive(record)) or ["what is in the files of data has changed"]
         raise ValueError(
             f"{str(folder)!r} holds rows of other settings ({'; '.join(differing)}): name another output, or go back "
             "to those settings."
@@ -296,6 +294,10 @@ def _settle(folder: Path, record: Record) -> list[str]:
     _write_record(folder, Record(**{**vars(old), "versions": (*old.versions, *new)}))
     said = "; ".join(differences(old.versions[-1], new[-1]))
     return [f"the rows that are there were written by other versions ({said})."]
+
+
+def _decisive(record: Record) -> dict[str, Any]:
+    return {name: value for name, value in record.config.items() if name not in _INDIFFERENT}
 
 
 def differences(old: Any, new: Any, place: str = "") -> list[str]:

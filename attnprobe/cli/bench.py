@@ -16,7 +16,7 @@ from attnprobe.cli.errors import plain_errors
 from attnprobe.text import visible
 
 if TYPE_CHECKING:
-    from attnprobe.bench.report import Report, Section
+    from attnprobe.bench.reporting import Report, Section
 
 app = typer.Typer(
     help="Score a model on whole tasks, and rank the methods by how well they tell good answers from bad ones.",
@@ -82,7 +82,7 @@ def report(
 ) -> None:
     """Print how well each method ranks answers, task by task; a run may be going on meanwhile."""
     with plain_errors(debug):
-        from attnprobe.bench.report import report as make_report
+        from attnprobe.bench.reporting import report as make_report
 
         made = make_report(list(outputs), max_rejection=max_rejection, level=level, metric=metric, baseline=baseline)
         for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
@@ -106,9 +106,9 @@ def _print(made: Report) -> None:
 
 def _table(section: Section) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column(section.frame.index.name or "", overflow="fold")
-    for name in section.frame.columns:
-        table.add_column(Text(visible(str(name))), justify="right")
+    table.add_column(Text(visible(str(section.frame.index.name or ""))), overflow="fold")
+    for column in section.frame.columns:
+        table.add_column(Text(visible(str(column))), justify="right")
     for name, cells in section.frame.iterrows():
         table.add_row(Text(visible(str(name))), *(Text(visible(str(cell))) for cell in cells))
     return table

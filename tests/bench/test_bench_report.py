@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="the benchmark's packages are not installed")
 
 from attnprobe.bench import published
-from attnprobe.bench.report import report
+from attnprobe.bench.reporting import report
 from attnprobe.bench.store import Record, Row, open_store
 from attnprobe.bench.tables import Section, latex, markdown
 

@@ -139,7 +139,7 @@ def report(
     folders = [outputs] if isinstance(outputs, str | os.PathLike) else list(outputs)
     if not folders:
         raise ValueError("there is nothing to report on: name at least one output folder.")
-    runs = [_read(Path(folder)) for folder in dict.fromkeys(map(os.fspath, folders))]
+    runs = [_read(Path(folder)) for folder in dict.fromkeys(os.fspath(folder) for folder in folders)]
     settings = Settings(
         metric=metric,
         max_rejection=_max_rejection(runs) if max_rejection is None else max_rejection,
