@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 _EXPORTS: dict[str, str | None] = {
     "functional": None,
     "metrics": None,
+    "integrations": None,
     "Rows": "attnprobe.rows",
     "Analyzer": "attnprobe.analyzers",
     "TDO": "attnprobe.analyzers",
@@ -57,7 +58,7 @@ _EXPORTS: dict[str, str | None] = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from attnprobe import functional, metrics
+    from attnprobe import functional, integrations, metrics
     from attnprobe.analyzers import (
         TDO,
         Analyzer,
