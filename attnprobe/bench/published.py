@@ -15,6 +15,9 @@ SOURCE = "[SG] arXiv 2610.06012"
 #: The fraction of answers that the published ratios reject at most.
 MAX_REJECTION = 0.5
 
+#: The qualities behind them.
+QUALITIES = ("alignscore", "alignscore_source", "exact_match")
+
 QA = ("TriviaQA", "TruthfulQA", "MMLU", "CoQA")
 SUMMARIES = ("SAMSum", "XSum")
 QA_MEAN, SUMMARY_MEAN = "QA mean", "summ. mean"

@@ -50,7 +50,8 @@ class Report:
             - length_correlation: Spearman's, of the score with the number of tokens of the answer;
             - published: the figure of another model, where there is one;
             - answers, failed: how many rows count, and how many do not because they failed;
-            - quality, tokens, prompt_tokens, seconds: means over the answers.
+            - quality, tokens, prompt_tokens, seconds: means over the answers;
+            - measured_by: what the quality is.
 
             The tasks "QA mean" and "summ. mean" are means over the tasks of their kind that are there.
         """
@@ -101,7 +102,10 @@ class Report:
             yield Section(
                 f"Published for {published.MODEL} ({published.SOURCE})",
                 _cells(frame[frame["published"].notna()], _published),
-                [f"Prediction rejection ratios of another model than {model}: to compare with, not to reach."],
+                [
+                    f"Prediction rejection ratios of another model than {model}: to compare with, not to reach.",
+                    *_other_qualities(tasks),
+                ],
             )
 
 
@@ -179,6 +183,31 @@ class _Run:
         kinds = {task.get("label"): task.get("task") for task in configured}
         return {label: str(kinds.get(label) or label) for label in self.record.tasks}
 
+    @property
+    def qualities(self) -> dict[str, str | None]:
+        """label -> the name of its quality."""
+        said = {task.get("label"): task.get("quality") for task in self.record.config.get("tasks", [])}
+        return {label: said.get(label) for label in self.record.tasks}
+
+    @property
+    def published_names(self) -> list[str]:
+        """What the publication calls each method."""
+        configured = self.record.config.get("methods") or [{}] * len(self.record.methods)
+        return [_published_name(*pair) for pair in zip(self.record.methods, configured, strict=True)]
+
+
+def _published_name(method: str, configured: dict[str, Any]) -> str:
+    """What the publication calls a method: a label may be anything, and with other settings it is another method.
+
+    >>> _published_name("mine", {"name": "SAUQ", "label": "mine", "measure": "counting"})
+    'SAUQ-counting'
+    """
+    options = {key: value for key, value in configured.items() if key not in ("name", "label")}
+    name = str(configured.get("name", method))
+    if name == "SAUQ" and set(options) == {"measure"}:
+        return name if options["measure"] == "intrinsic" else f"{name}-{options['measure']}"
+    return "" if options else name
+
 
 def _read(folder: Path) -> _Run:
     record = read_record(folder)
@@ -196,7 +225,7 @@ def _figures(run: _Run, settings: Settings) -> tuple[pd.DataFrame, pd.DataFrame,
     for task, kind in run.kinds.items():
         table, said = rank(run.answers(task), methods, settings)
         notices += [f"{task}: {sentence}" for sentence in said]
-        tables.append(table.assign(task=task, published=_beside(table["method"], kind, settings)))
+        tables.append(table.assign(task=task, published=_beside(run, kind, settings)))
         counts.append(_counts(run, task))
     for mean, kinds in _MEANS.items():
         tasks = [task for task, kind in run.kinds.items() if kind in kinds]
@@ -206,8 +235,7 @@ def _figures(run: _Run, settings: Settings) -> tuple[pd.DataFrame, pd.DataFrame,
             whole = sorted(run.kinds[task] for task in tasks) == sorted(kinds)
             if not whole:
                 notices.append(f"{mean} is that of {', '.join(tasks)}: the published one is of {', '.join(kinds)}.")
-            beside = _beside(table["method"], mean if whole else "", settings)
-            tables.append(table.assign(task=mean, published=beside))
+            tables.append(table.assign(task=mean, published=_beside(run, mean if whole else "", settings)))
     return pd.concat(tables, ignore_index=True), pd.DataFrame(counts), notices
 
 
@@ -215,12 +243,13 @@ def _counts(run: _Run, task: str) -> dict[str, Any]:
     answers = run.answers(task)
     means = {name: answers[name].mean() for name in _COUNTS[2:]}
     failed = int((run.rows["task"] == task).sum()) - len(answers)
-    return {"task": task, "answers": len(answers), "failed": failed, **means}
+    return {"task": task, "answers": len(answers), "failed": failed, **means, "measured_by": run.qualities[task]}
 
 
-def _beside(methods: Iterable[str], column: str, settings: Settings) -> list[float]:
+def _beside(run: _Run, column: str, settings: Settings) -> list[float]:
+    """The published figure of each method of a run, where it is one of the same method and the same metric."""
     same = settings.metric == "prr" and settings.max_rejection == published.MAX_REJECTION
-    return [published.published(method, column) if same else float("nan") for method in methods]
+    return [published.published(name, column) if same else float("nan") for name in run.published_names]
 
 
 def _max_rejection(runs: Sequence[_Run]) -> float:
@@ -257,6 +286,13 @@ def _cells(frame: pd.DataFrame, cell: Callable[[Any], str]) -> pd.DataFrame:
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["task"].unique(), fill_value="-")
     wide.columns.name = None
     return wide.fillna("-")
+
+
+def _other_qualities(frame: pd.DataFrame) -> list[str]:
+    """A sentence, where the quality is another than behind the published figures."""
+    tasks = frame[frame["published"].notna()].drop_duplicates("task").set_index("task")["measured_by"].dropna()
+    other = [f"{task} by {name}" for task, name in tasks.items() if name not in published.QUALITIES]
+    return [f"Measured there by AlignScore, MMLU by exact match; here {', '.join(other)}."] if other else []
 
 
 def _value(row: Any) -> str:

@@ -78,13 +78,23 @@ def report(
         str | None, typer.Option("--baseline", help="Compare all others with this method. Default: SAUQ.")
     ] = None,
     level: Annotated[float, typer.Option("--level", help="Confidence level of the intervals.")] = 0.9,
+    resamples: Annotated[int, typer.Option("--resamples", min=1, help="Fewer are quicker and rougher.")] = 1000,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Print how well each method ranks answers, task by task; a run may be going on meanwhile."""
     with plain_errors(debug):
         from attnprobe.bench.reporting import report as make_report
 
-        made = make_report(list(outputs), max_rejection=max_rejection, level=level, metric=metric, baseline=baseline)
+        with Console(stderr=True).status("Resampling"):  # a minute or two for thousands of answers
+            made = make_report(
+                list(outputs),
+                max_rejection=max_rejection,
+                level=level,
+                metric=metric,
+                baseline=baseline,
+                resamples=resamples,
+                permutations=resamples,
+            )
         for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
             if path is not None:
                 write(path)

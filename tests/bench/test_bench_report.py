@@ -29,11 +29,12 @@ def save(
     model="tiny",
     kinds: dict[str, str] | None = None,
     max_rejection=0.5,
+    config: dict | None = None,
 ):
     """An output folder with these rows."""
     tasks = [{"label": label, "task": (kinds or {}).get(label, label)} for label in answers]
     record = Record(
-        config={"tasks": tasks, "max_rejection": max_rejection},
+        config={"tasks": tasks, "max_rejection": max_rejection, **(config or {})},
         fingerprint="x",
         methods=tuple(methods),
         tasks=tuple(answers),
@@ -171,6 +172,21 @@ def test_published_figures_stand_only_beside_the_same_metric(tmp_path):
     assert report(tmp_path, **QUICK).to_frame()["published"].notna().all()
     assert report(tmp_path, max_rejection=1.0, **QUICK).to_frame()["published"].isna().all()
     assert report(tmp_path, metric="auroc", **QUICK).to_frame()["published"].isna().all()
+
+
+def test_published_figures_go_by_what_a_method_is_and_not_by_its_label(tmp_path):
+    configured = [
+        {"name": "SAUQ", "label": "a", "measure": "counting"},
+        {"name": "SAUQ", "label": "SAUQ", "alpha": 0.5},
+        {"name": "RAUQ", "label": "b"},
+        {"name": "SAUQ", "label": "c", "measure": "intrinsic"},
+    ]
+    methods = tuple(method["label"] for method in configured)
+    answers = {task: rows(task, methods=methods) for task in published.QA}
+    save(tmp_path, answers, methods=methods, config={"methods": configured})
+    table = report(tmp_path, **QUICK).table("published")
+    assert table["QA mean"].fillna(-1).tolist() == [0.3660, -1, 0.3677, 0.3831]
+    assert table["MMLU"].fillna(-1).tolist() == [-1, -1, 0.5596, 0.5588]
 
 
 def test_other_metrics(tmp_path):
@@ -360,6 +376,15 @@ def test_the_sections_of_a_report(tmp_path):
     assert beside.title == "Published for LLaMA-3.1-8B ([SG] arXiv 2610.06012)"
     assert beside.frame.loc["SAUQ"].tolist() == ["0.5588", "0.4214"]
     assert "another model than tiny" in beside.notes[0]
+    assert len(beside.notes) == 1
+
+
+def test_another_quality_than_the_published_one_is_said(tmp_path):
+    qualities = {"MMLU": "exact_match", "XSum": "rouge_l", "mine": "contains"}
+    tasks = [{"label": task, "task": task, "quality": quality} for task, quality in qualities.items()]
+    made = report(save(tmp_path, {task: rows(task) for task in qualities}, config={"tasks": tasks}), **QUICK)
+    assert made.sections()[-1].notes[1] == "Measured there by AlignScore, MMLU by exact match; here XSum by rouge_l."
+    assert made.table("measured_by").loc["SAUQ"].to_dict() == qualities
 
 
 # --- published figures ------------------------------------------------------------------------------------
