@@ -32,7 +32,7 @@ def save(
     config: dict | None = None,
 ):
     """An output folder with these rows."""
-    tasks = [{"label": label, "task": (kinds or {}).get(label, label)} for label in answers]
+    tasks = [{"label": label, "task": (kinds or {}).get(label, label), "quality": "alignscore"} for label in answers]
     record = Record(
         config={"tasks": tasks, "max_rejection": max_rejection, **(config or {})},
         fingerprint="x",
