@@ -101,7 +101,7 @@ class Report:
         if frame["published"].notna().any():
             yield Section(
                 f"Published for {published.MODEL} ({published.SOURCE})",
-                _cells(frame[frame["published"].notna()], _published),
+                _cells(frame[frame["published"].notna()], _published).reindex(_methods_beside(frame)),
                 [
                     f"Prediction rejection ratios of another model than {model}: to compare with, not to reach.",
                     *_other_qualities(tasks),
@@ -286,6 +286,12 @@ def _cells(frame: pd.DataFrame, cell: Callable[[Any], str]) -> pd.DataFrame:
     wide = wide.reindex(index=frame["method"].unique(), columns=frame["task"].unique(), fill_value="-")
     wide.columns.name = None
     return wide.fillna("-")
+
+
+def _methods_beside(frame: pd.DataFrame) -> list[str]:
+    """The methods with a published figure, in the order of the run."""
+    beside = set(frame.loc[frame["published"].notna(), "method"])
+    return [method for method in frame["method"].unique() if method in beside]
 
 
 def _other_qualities(frame: pd.DataFrame) -> list[str]:
