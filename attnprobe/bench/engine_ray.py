@@ -6,6 +6,7 @@ are stored as they come back, so that resuming and reports know nothing of Ray.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -63,9 +64,14 @@ def on_ray(config: RunConfig, todo: Sequence[Batch]) -> Iterator[list[Row]]:
     started = not ray.is_initialized()
     if started:
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
+    # It tells of its plans, which nobody asked for; what goes wrong is an error.
+    log = logging.getLogger("ray.data")
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         yield from _stream(ray, config, todo)
     finally:
+        log.setLevel(level)
         if started:
             ray.shutdown()
 
