@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -111,8 +112,8 @@ class ScreenedTDO(Analyzer):
         rows = kept.traced_rows()
         block = self._trace_of(self._block_tdo, rows, untraced=0)[self.block_name]
         prefix = torch.full(block.shape, torch.nan, dtype=rows.factors_or_raise.dtype, device=block.device)
-        for chosen in self._candidates(block, rows):
-            self._replay(prefix, chosen)
+        for sequences, heads in self._candidates(block, rows):
+            self._replay(prefix, sequences, heads)
         return {self.prefix_name: prefix, self.block_name: block}
 
     # -- rows as they come ------------------------------------------------------------------------------------
@@ -132,19 +133,24 @@ class ScreenedTDO(Analyzer):
 
     # -- at the end -------------------------------------------------------------------------------------------
 
-    def _candidates(self, block: Float[Tensor, "batch head row"], rows: Rows) -> list[Int[Tensor, "batch"]]:
-        """Heads to replay: those that the last step chooses, and those that the step before it does.
+    def _candidates(self, block: Float[Tensor, "batch head row"], rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sequences and a head of each to replay: that which the last step chooses, and that of the step before it.
 
-        The row of the last generated token itself may have been read too, and then it is not a step.
+        The row of the last generated token itself may have been read too, and then it is not a step. The head of a
+        single token is told by the prefix itself, so that there all heads are replayed.
         """
         assert rows.prompt_length is not None
         step = torch.where(rows.valid, rows.position - rows.prompt_length[:, None] + 2, 0).clamp_min(0)
         last = step.amax(1)
-        if bool((last <= 2).any()):  # a single token is told by the prefix itself: all heads
-            heads = torch.arange(block.shape[1], device=block.device)
-            return [head.expand(block.shape[0]) for head in heads]
-        choices = [self._choice(block, step, last - back) for back in (0, 1)]
-        return choices if bool((choices[0] != choices[1]).any()) else choices[:1]
+        short = (last <= 2).nonzero().flatten()
+        if len(short):
+            for head in torch.arange(block.shape[1], device=block.device):
+                yield short, head.expand(len(short))
+        before, final = (self._choice(block, step, last - back) for back in (1, 0))
+        for heads, wanted in ((final, last > 2), (before, (last > 2) & (before != final))):
+            sequences = wanted.nonzero().flatten()
+            if len(sequences):
+                yield sequences, heads[sequences]
 
     def _choice(self, block: Tensor, step: Int[Tensor, "batch row"], last: Int[Tensor, "batch"]) -> Tensor:
         counted = step == last[:, None] if self.screen == "final" else (step >= 2) & (step <= last[:, None])
@@ -152,17 +158,26 @@ class ScreenedTDO(Analyzer):
         mean = torch.where(counted, block, 0.0).sum(-1) / counted.sum(-1)
         return first_largest(mean, BLOCK_TIE)
 
-    def _replay(self, prefix: Float[Tensor, "batch head row"], chosen: Int[Tensor, "batch"]) -> None:
-        """Fill in the prefix ratios of one head of each sequence."""
+    def _replay(
+        self,
+        prefix: Float[Tensor, "batch head row"],
+        sequences: Int[Tensor, "sequence"],
+        heads: Int[Tensor, "sequence"],
+    ) -> None:
+        """Fill in the prefix ratios of one head of each of some sequences."""
         kept = self._kept
-        n_key = kept.last.n_key
-        size = max(1, _GRAM_ENTRIES // n_key**2)
-        for low in range(0, len(chosen), size):
-            some = torch.arange(low, min(low + size, len(chosen)), device=chosen.device)
-            rows = kept.rows_of_head(some, chosen[some])
+        for some, chosen in zip(*(part.split(self._at_once(kept)) for part in (sequences, heads)), strict=True):
+            rows = kept.rows_of_head(some, chosen)
             untraced = rows.n_query - prefix.shape[-1]
-            values = self._trace_of(self._prefix_tdo, rows, untraced)[self._prefix_tdo.ratio_name]
-            prefix[some, chosen[some]] = values[:, 0]
+            # what others of the batch went on with is padding to these
+            stop = max(untraced, int(rows.valid.any(0).nonzero().max()) + 1)
+            values = self._trace_of(self._prefix_tdo, rows[:stop], untraced)[self._prefix_tdo.ratio_name]
+            prefix[some, chosen, : stop - untraced] = values[:, 0]
+
+    @staticmethod
+    def _at_once(kept: _Kept) -> int:
+        """How many sequences are replayed together."""
+        return max(1, _GRAM_ENTRIES // kept.last.n_key**2)
 
     def _trace_of(self, tdo: TDO, rows: Rows, untraced: int) -> dict[str, Tensor]:
         fresh = tdo.start(StatisticPool(), self.leverage)
