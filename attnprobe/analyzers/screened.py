@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
@@ -31,10 +31,10 @@ class ScreenedTDO(Analyzer):
 
     Which head is chosen is known at the end. Where the host shows queries and keys, they are kept (O(n d) a head), and
     at the end the rows of the chosen head alone are computed again, one head of one layer at a time, so that nothing
-    of O(n^2) is held for the heads that lose. Their prefix ratios are NaN. Where the host makes patterns, all heads are
-    followed as they come, and all have a prefix ratio.
+    of O(n^2) is held for the heads that lose. Their ratios are NaN, but for those that heads are compared by. Where the
+    host makes patterns, all heads are followed as they come, and all have their ratios.
 
-    Results are traces only: `participation_ratio_screened` and, of every head, `participation_ratio_generation`.
+    Results are traces only: `participation_ratio_screened`, of the prefix, and `participation_ratio_generation`.
 
     Args:
         measure: as in `TDO`.
@@ -110,10 +110,11 @@ class ScreenedTDO(Analyzer):
         if not kept.traced:
             return {}
         rows = kept.traced_rows()
-        block = self._trace_of(self._block_tdo, rows, untraced=0)[self.block_name]
+        step, last = self._steps(rows)
+        block = self._blocks(rows, step, last)
         prefix = torch.full(block.shape, torch.nan, dtype=rows.factors_or_raise.dtype, device=block.device)
-        for sequences, heads in self._candidates(block, rows):
-            self._replay(prefix, sequences, heads)
+        for sequences, heads in self._candidates(block, step, last):
+            self._replay(prefix, block, sequences, heads)
         return {self.prefix_name: prefix, self.block_name: block}
 
     # -- rows as they come ------------------------------------------------------------------------------------
@@ -133,15 +134,39 @@ class ScreenedTDO(Analyzer):
 
     # -- at the end -------------------------------------------------------------------------------------------
 
-    def _candidates(self, block: Float[Tensor, "batch head row"], rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
-        """Sequences and a head of each to replay: that which the last step chooses, and that of the step before it.
-
-        The row of the last generated token itself may have been read too, and then it is not a step. The head of a
-        single token is told by the prefix itself, so that there all heads are replayed.
-        """
+    @staticmethod
+    def _steps(rows: Rows) -> tuple[Int[Tensor, "batch row"], Int[Tensor, "batch"]]:
+        """The number of the token that each row chose (0: padding), and of the last one."""
         assert rows.prompt_length is not None
         step = torch.where(rows.valid, rows.position - rows.prompt_length[:, None] + 2, 0).clamp_min(0)
-        last = step.amax(1)
+        return step, step.amax(1)
+
+    def _blocks(
+        self, rows: Rows, step: Int[Tensor, "batch row"], last: Int[Tensor, "batch"]
+    ) -> Float[Tensor, "batch head row"]:
+        """The ratios of the generation block that heads are compared by: at all steps, or at the last two (else NaN).
+
+        Which of those two is the last step of the score is not known here: the row of the last generated token itself
+        may have been read too, and then it is not a step.
+        """
+        if self.screen == "mean":
+            return self._trace_of(self._block_tdo, rows, untraced=0)[self.block_name]
+        block = torch.full((), torch.nan, dtype=torch.float64, device=step.device)
+        for back in (0, 1):
+            tdo = self._block_tdo.start(StatisticPool(), self.leverage)
+            some = _masked(rows, step <= last[:, None] - back)
+            feed(some, [tdo], Tracer([]), untraced=rows.n_query)
+            at_last = (step == last[:, None] - back) & rows.valid
+            block = torch.where(at_last[:, None], tdo.compute()[self.block_name].unsqueeze(-1), block)
+        return block
+
+    def _candidates(
+        self, block: Float[Tensor, "batch head row"], step: Int[Tensor, "batch row"], last: Int[Tensor, "batch"]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Sequences and a head of each to replay: that which the last step chooses, and that of the step before it.
+
+        The head of a single token is told by the prefix itself, so that there all heads are replayed.
+        """
         short = (last <= 2).nonzero().flatten()
         if len(short):
             for head in torch.arange(block.shape[1], device=block.device):
@@ -161,10 +186,11 @@ class ScreenedTDO(Analyzer):
     def _replay(
         self,
         prefix: Float[Tensor, "batch head row"],
+        block: Float[Tensor, "batch head row"],
         sequences: Int[Tensor, "sequence"],
         heads: Int[Tensor, "sequence"],
     ) -> None:
-        """Fill in the prefix ratios of one head of each of some sequences."""
+        """Fill in the ratios of one head of each of some sequences, at every step."""
         kept = self._kept
         for some, chosen in zip(*(part.split(self._at_once(kept)) for part in (sequences, heads)), strict=True):
             rows = kept.rows_of_head(some, chosen)
@@ -173,6 +199,9 @@ class ScreenedTDO(Analyzer):
             stop = max(untraced, int(rows.valid.any(0).nonzero().max()) + 1)
             values = self._trace_of(self._prefix_tdo, rows[:stop], untraced)[self._prefix_tdo.ratio_name]
             prefix[some, chosen, : stop - untraced] = values[:, 0]
+            if self.screen == "final":
+                values = self._trace_of(self._block_tdo, rows[untraced:stop], 0)[self.block_name]
+                block[some, chosen, : stop - untraced] = values[:, 0].to(block.dtype)
 
     @staticmethod
     def _at_once(kept: _Kept) -> int:
@@ -184,6 +213,13 @@ class ScreenedTDO(Analyzer):
         tracer = Tracer([fresh], ROWS_PER_PASS if tdo is self._prefix_tdo else _BLOCK_ROWS_PER_PASS)
         feed(rows, [fresh], tracer, untraced)
         return tracer.values(rows.position.shape[0])[0]
+
+
+def _masked(rows: Rows, keep: Bool[Tensor, "batch query"]) -> Rows:
+    """The same rows, some of them as padding."""
+    position = torch.where(keep, rows.position, -1)
+    factors = replace(rows.factors_or_raise, position=position, padded=True)
+    return replace(rows, pattern=None, position=position, padded=True, factors=factors)  # type: ignore[arg-type]
 
 
 @dataclass
