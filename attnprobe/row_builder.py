@@ -137,6 +137,7 @@ class RowBuilder:
             self_attention=self._is_self,
             prompt_length=queries.prompt_length.to(device) if causal else None,
             shortest_prompt=queries.shortest_prompt,
+            longest_generation=queries.longest_generation,
             tokens=keys.tokens_by_position(start + new if self._is_self else keys.seen, device),
             key_position=key_position if new_keys else None,
             kv_head=self._kv_head(parts, n_heads),

@@ -64,6 +64,7 @@ class Rows:
         self_attention: queries and keys are the same tokens (False for cross-attention).
         prompt_length: [batch] tokens before the generation, None where nothing is generated.
         shortest_prompt: the smallest of them, known without asking the device.
+        longest_generation: no sequence has more tokens after its prompt; None where that is not known.
         tokens: [batch, key] token ids by position (-1: not there), None if the host shows none.
         sink: [batch, head, query] mass on a sink that is not a token (policy `rows="sink"`), else None.
         z: [batch, query, head, d] head outputs `pattern @ v`.
@@ -88,6 +89,7 @@ class Rows:
     self_attention: bool = True
     prompt_length: Int[Tensor, "batch"] | None = None
     shortest_prompt: int = 0
+    longest_generation: int | None = None
     tokens: Int[Tensor, "batch key"] | None = None
     sink: Float[Tensor, "batch head query"] | None = None
     z: Float[Tensor, "batch query head d"] | None = None
@@ -280,6 +282,8 @@ class Rows:
             raise ValueError("the generation block is defined for causal self-attention only.")
         batch, heads, n_key, device = self.position.shape[0], self.n_head, self.n_key, self.position.device
         width = max(0, n_key - self.shortest_prompt)
+        if self.longest_generation is not None:  # in a batch of prompts of all lengths far fewer
+            width = min(width, self.longest_generation)
         position = torch.where(self.valid, self.position - self.prompt_length[:, None], -1).clamp_min(-1)
         key = torch.arange(width, device=device) + self.prompt_length[:, None]
         dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -49,6 +49,7 @@ class Sequences:
         width: no sequence has more real tokens than this.
         padded: some slots may be padding, so rows and keys must be sorted out.
         prompt_length: [batch] real tokens before the generation; shortest_prompt: the smallest.
+        longest_generation: no sequence has more tokens after its prompt.
         generated: rows after the prompt have been seen.
     """
 
@@ -80,6 +81,7 @@ class Sequences:
             self._fixed_prompt = torch.tensor(prompt_lengths, device=device).expand(batch)
         self.prompt_length: Int[Tensor, "batch"] = torch.zeros(batch, dtype=torch.int64, device=device)
         self.shortest_prompt = 0
+        self.longest_generation = 0
 
     # -- growing -------------------------------------------------------------------------------------------
 
@@ -235,12 +237,16 @@ class Sequences:
 
     def _place_prompt(self, start: int, new: int) -> int | None:
         """Set the prompt lengths and find the first new row that is a step."""
+        self.longest_generation += new
         if self._fixed_prompt is not None:
             self.prompt_length = self._fixed_prompt
             self.shortest_prompt = int(self._fixed_prompt.min()) if start == 0 else self.shortest_prompt
+            if new > 1:
+                self.longest_generation = max(0, int((self._real.sum(1) - self._fixed_prompt).max()))
         elif new > 1 or start == 0 or self.seen <= self._prompt_slots:
             self.prompt_length = self._real.sum(1)
             self.shortest_prompt = int(self.prompt_length.min()) if self.padded else self.width
+            self.longest_generation = 0
             self.generated = False
         else:
             self.generated = True

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.analyzers.tdo import TDO
-from attnprobe.analyzers.tracing import Tracer, feed
+from attnprobe.analyzers.tracing import Tracer, block_rows, feed
 from attnprobe.functional.factored import Factors, joined
 from attnprobe.functional.gram import ROWS_PER_PASS
 from attnprobe.functional.screening import first_largest
@@ -151,13 +151,19 @@ class ScreenedTDO(Analyzer):
         """
         if self.screen == "mean":
             return self._trace_of(self._block_tdo, rows, untraced=0)[self.block_name]
+        # of the block itself: its rows are computed once for both
+        compared = [self._prefix_tdo.start(StatisticPool(), self.leverage) for _ in range(2)]
+        size = block_rows(rows.position.shape[0] * rows.n_head * rows.n_key, rows.position.device)
+        for low in range(0, rows.n_query, size):
+            some = slice(low, low + size)
+            given = rows[some].generation_block(renormalize=self.block == "generation")
+            for back, tdo in enumerate(compared):
+                tdo.update(_masked(given, step[:, some] <= last[:, None] - back))
         block = torch.full((), torch.nan, dtype=torch.float64, device=step.device)
-        for back in (0, 1):
-            tdo = self._block_tdo.start(StatisticPool(), self.leverage)
-            some = _masked(rows, step <= last[:, None] - back)
-            feed(some, [tdo], Tracer([]), untraced=rows.n_query)
+        for back, tdo in enumerate(compared):
             at_last = (step == last[:, None] - back) & rows.valid
-            block = torch.where(at_last[:, None], tdo.compute()[self.block_name].unsqueeze(-1), block)
+            ratio = tdo.compute()[self._prefix_tdo.ratio_name]
+            block = torch.where(at_last[:, None], ratio.unsqueeze(-1), block)
         return block
 
     def _candidates(
@@ -216,10 +222,12 @@ class ScreenedTDO(Analyzer):
 
 
 def _masked(rows: Rows, keep: Bool[Tensor, "batch query"]) -> Rows:
-    """The same rows, some of them as padding."""
-    position = torch.where(keep, rows.position, -1)
-    factors = replace(rows.factors_or_raise, position=position, padded=True)
-    return replace(rows, pattern=None, position=position, padded=True, factors=factors)  # type: ignore[arg-type]
+    """The same rows of a pattern, some of them as padding."""
+    return replace(
+        rows,
+        pattern=torch.where(keep[:, None, :, None], rows.pattern, 0.0),
+        position=torch.where(keep, rows.position, -1),
+    )
 
 
 @dataclass
@@ -263,5 +271,6 @@ class _Kept:
             first=factors.first,
             prompt_length=None if prompt is None else prompt[sequences],
             shortest_prompt=self.last.shortest_prompt,
+            longest_generation=self.last.longest_generation,
             tokens=None if tokens is None else tokens[sequences],
         )

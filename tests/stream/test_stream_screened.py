@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -85,6 +87,15 @@ def test_a_batch_of_different_lengths_chooses_for_each(lengths):
             steps = value.shape[-1]
             torch.testing.assert_close(found[name][i, ..., :steps], value[0], rtol=1e-9, atol=1e-9, equal_nan=True)
             assert found[name][i, ..., steps:].isnan().all()
+
+
+def test_generation_blocks_are_no_wider_than_the_longest_generation():
+    rows = rows_of(factors([26, 16]), [21, 11])
+    narrow = replace(rows, pattern=None, longest_generation=5)
+    assert (rows.generation_block().n_key, narrow.generation_block().n_key) == (15, 5)
+    found, wide = (trace([ScreenedTDO(), TDO(scope="generation", trace=True)], some, 10) for some in (narrow, rows))
+    for name, value in wide.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("n_generated", [1, 2])
