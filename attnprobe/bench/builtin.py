@@ -70,6 +70,11 @@ def _settings(template: str, max_new_tokens: int, quality: str, **other: Any) ->
     return {"template": template, "max_new_tokens": max_new_tokens, "quality": quality, **common, **other}
 
 
+_DIALOGUE = (
+    "Here's the dialogue and it's short one-sentence summary.\n\nDialogue:\n{dialogue}\n\n"
+    "Summary (one sentence):{answer}"
+)
+
 BUILT_IN: dict[str, BuiltIn] = {
     "TriviaQA": BuiltIn(
         _hub("mandarjoshi/trivia_qa", "validation", "rc.nocontext", "train"),
@@ -112,8 +117,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "SAMSum": BuiltIn(
         _hub("knkarthick/samsum", "test"),
         _settings(
-            "Here's the dialogue and it's short one-sentence summary.\n\nDialogue:\n{dialogue}\n\n"
-            "Summary (one sentence):{answer}",
+            _DIALOGUE,
             128,
             "alignscore_source",
             separator="\n\n",
@@ -134,8 +138,7 @@ BUILT_IN: dict[str, BuiltIn] = {
     "DialogSum": BuiltIn(
         _hub("knkarthick/dialogsum", "test"),
         _settings(
-            "Here's the dialogue and it's short one-sentence summary.\n\nDialogue:\n{dialogue}\n\n"
-            "Summary (one sentence):{answer}",
+            _DIALOGUE,
             128,
             "alignscore_source",
             separator="\n\n",
