@@ -249,7 +249,7 @@ class Rows:
         held: Tensor | None = self.__dict__["pattern"]
         return replace(
             self,
-            pattern=None if held is None else held[..., start:stop, :last_key],  # type: ignore[arg-type]
+            pattern=None if held is None else held[..., start:stop, :last_key],  # type: ignore[arg-type] # computed
             factors=None if self.factors is None else self.factors[start:stop],
             position=self.position[:, start:stop],
             first=self.first + start,

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,7 +146,7 @@ def main(
     answers = scored(model, rows, ["Perplexity"], batch_size)  # also warms up
     runs: dict[str, Callable[[], object]] = {"bare": lambda: bare(model, answers, batch_size)}
     for name, methods in method_sets().items():
-        runs[name] = lambda methods=methods: scored(model, rows, methods, batch_size)  # type: ignore[misc]
+        runs[name] = partial(scored, model, rows, methods, batch_size)
     figures = {name: Timed() for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():

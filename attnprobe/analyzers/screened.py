@@ -159,10 +159,10 @@ class ScreenedTDO(Analyzer):
             given = rows[some].generation_block(renormalize=self.block == "generation")
             for back, tdo in enumerate(compared):
                 tdo.update(_masked(given, step[:, some] <= last[:, None] - back))
-        block = torch.full((), torch.nan, dtype=torch.float64, device=step.device)
-        for back, tdo in enumerate(compared):
+        ratios = [tdo.compute()[self._prefix_tdo.ratio_name] for tdo in compared]
+        block = ratios[0].new_full((), torch.nan)  # of the block's own dtype: not every device has float64
+        for back, ratio in enumerate(ratios):
             at_last = (step == last[:, None] - back) & rows.valid
-            ratio = tdo.compute()[self._prefix_tdo.ratio_name]
             block = torch.where(at_last[:, None], ratio.unsqueeze(-1), block)
         return block
 

@@ -70,10 +70,14 @@ def _settings(template: str, max_new_tokens: int, quality: str, **other: Any) ->
     return {"template": template, "max_new_tokens": max_new_tokens, "quality": quality, **common, **other}
 
 
-_DIALOGUE = (
+_DIALOGUE_SETTINGS = _settings(
     "Here's the dialogue and it's short one-sentence summary.\n\nDialogue:\n{dialogue}\n\n"
-    "Summary (one sentence):{answer}"
+    "Summary (one sentence):{answer}",
+    128,
+    "alignscore_source",
+    separator="\n\n",
 )
+_DIALOGUE_COLUMNS = {"dialogue": ("dialogue", "context"), "references": ("summary", "references")}
 
 BUILT_IN: dict[str, BuiltIn] = {
     "TriviaQA": BuiltIn(
@@ -116,13 +120,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "SAMSum": BuiltIn(
         _hub("knkarthick/samsum", "test"),
-        _settings(
-            _DIALOGUE,
-            128,
-            "alignscore_source",
-            separator="\n\n",
-        ),
-        {"dialogue": ("dialogue", "context"), "references": ("summary", "references")},
+        _DIALOGUE_SETTINGS,
+        _DIALOGUE_COLUMNS,
     ),
     "XSum": BuiltIn(
         _hub("EdinburghNLP/xsum", "test"),
@@ -137,13 +136,8 @@ BUILT_IN: dict[str, BuiltIn] = {
     ),
     "DialogSum": BuiltIn(
         _hub("knkarthick/dialogsum", "test"),
-        _settings(
-            _DIALOGUE,
-            128,
-            "alignscore_source",
-            separator="\n\n",
-        ),
-        {"dialogue": ("dialogue", "context"), "references": ("summary", "references")},
+        _DIALOGUE_SETTINGS,
+        _DIALOGUE_COLUMNS,
         note="ours",
     ),
     "SQuAD": BuiltIn(
