@@ -215,9 +215,12 @@ def pending_square(
 ) -> Float[Tensor, "*batch row"]:
     """||S||_F^2 of the prefix that ends at each pending row, without adding the rows to `gram`.
 
-    weights[..., t, :] are the key weights 1/mu of the prefix that ends at row t (0 for a key that is dropped).
+    weights[..., t, :] are the key weights 1/mu of the prefix that ends at row t (0 for a key that is dropped). One row
+    of weights stands for all prefixes, and then r rows need r products with G in place of r + r(r+1)/2.
     """
     n_rows = rows.shape[-2]
+    if weights.shape[-2] == 1:
+        return _square_under_one_weight(gram, rows, weights)
     scaled = weights.unsqueeze(-2) * rows.unsqueeze(-3)  # [..., prefix, row, key]: x_s of every prefix
     among = torch.einsum("...trk,...sk->...trs", scaled, rows)
     seen = torch.ones(n_rows, n_rows, dtype=torch.bool, device=rows.device).tril()
@@ -229,6 +232,16 @@ def pending_square(
     cross = gram.quadratic(scaled[..., prefix, row, :])
     cross_total = torch.zeros_like(total).index_add_(-1, prefix, cross)
     return total + gram.weighted_square(weights) + 2 * cross_total
+
+
+def _square_under_one_weight(
+    gram: BlockGram, rows: Float[Tensor, "*batch row key"], weights: Float[Tensor, "*batch 1 key"]
+) -> Float[Tensor, "*batch row"]:
+    scaled = weights * rows
+    among = (scaled @ rows.mT).square().cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+    if gram.size == 0:
+        return among
+    return among + gram.weighted_square(weights) + 2 * gram.quadratic(scaled).cumsum(-1)
 
 
 def prefix_participation_ratio(
@@ -301,7 +314,10 @@ def prefix_ratio_of_rows(
     prefix_mass = mass.unsqueeze(-2) + rows.cumsum(-2)
     prefix_energy = energy.unsqueeze(-2) + rows.square().cumsum(-2)
     count = position + 1
-    weights = prefix_key_weights(prefix_mass, count, measure)
+    if isinstance(measure, Tensor) or measure == "counting":  # a key has one weight, in whatever prefix it is
+        weights = prefix_key_weights(prefix_mass[..., -1:, :], count[..., -1:], measure)
+    else:
+        weights = prefix_key_weights(prefix_mass, count, measure)
     trace = (prefix_energy * weights).sum(-1)
     square = pending_square(gram, rows, weights)
     # a block without mass (all of it underflowed to the prompt) routes nothing: 0, not 0/0

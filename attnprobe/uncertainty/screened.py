@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attnprobe.analyzers import Analyzer, ScreenedTDO
-from attnprobe.analyzers.screened import BLOCK_TIE, PREFIX_TIE
+from attnprobe.analyzers.screened_rows import BLOCK_TIE, PREFIX_TIE
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.recurrent import Recurrent, largest_head
 
