@@ -20,7 +20,7 @@ head; merging, resetting and per-step traces come with the base class.
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, TypeVar
 
@@ -156,6 +156,13 @@ class Analyzer:
             values.append(replay.compute())
         wanted = [name for name, value in values[0].items() if value.ndim == 2]
         return {name: torch.stack([value[name] for value in values], -1) for name in wanted}
+
+    @classmethod
+    def trace_together(
+        cls: type[A], analyzers: Sequence[A], rows: Rows
+    ) -> dict[str, Float[Tensor, "batch head query"]]:
+        """`trace_rows` of several of this class at one site. A class that can compute them together overrides it."""
+        return {name: value for analyzer in analyzers for name, value in analyzer.trace_rows(rows).items()}
 
     def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
         """Traces that are known only once all rows have come: the values at every row that `trace_rows` was shown."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -151,22 +153,15 @@ class TDO(Analyzer):
         return {name: torch.where(seen, value, torch.nan) for name, value in result.items()}
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
-        scoped = self._scoped(rows)
-        if scoped.pattern.shape[-1] == 0:  # a generation block before the first generated token
-            return dict.fromkeys(self._ratio_names, torch.full_like(scoped.pattern.sum(-1), torch.nan))
-        mass, energy = self._columns.before(scoped)
-        measure: Measure = self.measure
-        if self._by_token:
-            measure = self._weights_of(scoped.tokens, scoped.sink is not None).to(mass)
-        position = scoped.position[:, None]
-        keys = scoped.keys
-        if self._sketched:
-            sketches = self._sketch.prefixes(scoped)
-            result = self._named(sketched_ratio_of_rows(sketches, mass, energy, keys, position, measure))
-        else:
-            ratio = prefix_ratio_of_rows(self._gram.matrix, mass, energy, keys, position, measure)
-            result = {self.ratio_name: ratio}
-        return {name: torch.where(position >= 0, value, torch.nan) for name, value in result.items()}
+        return self.trace_together([self], rows)
+
+    @classmethod
+    def trace_together(cls, analyzers: Sequence[TDO], rows: Rows) -> dict[str, Tensor]:
+        """The ratios of several measures, those of one scope in one pass over its Gram matrix."""
+        shared: dict[tuple[int, str, int], list[TDO]] = {}
+        for i, tdo in enumerate(analyzers):  # each sketch is its own
+            shared.setdefault((id(tdo.pool), tdo.scope, i if tdo._sketched else -1), []).append(tdo)
+        return {name: value for some in shared.values() for name, value in _traced(some, rows).items()}
 
     def merge(self, other: Analyzer) -> None:
         """Add what another analyzer with the same settings saw: other rows of the same sequences.
@@ -246,6 +241,10 @@ class TDO(Analyzer):
             return self._weights_of(self.use(Tokens, self.scope).ids, self._columns.sunk).to(self._columns.mass)
         return self.measure
 
+    def _measure_of(self, rows: Rows, like: Tensor) -> Measure:
+        """The measure at rows that have not been taken yet."""
+        return self._weights_of(rows.tokens, rows.sink is not None).to(like) if self._by_token else self.measure
+
     def _weights_of(self, tokens: Tensor | None, sunk: bool) -> Float[Tensor, "batch 1 key"]:
         """mu by token, sum 1 over the tokens. A sink is no token: it gets their mean weight (our reading)."""
         if tokens is None:
@@ -276,6 +275,25 @@ class TDO(Analyzer):
         second = torch.linalg.eigvalsh(matrix)[..., -2].clamp_min(0.0)
         # pi = 1/n is in the intrinsic and positional weights already, and 1 under the counting measure
         return second / self._columns.count[:, None] if self._by_token else second
+
+
+def _traced(some: Sequence[TDO], rows: Rows) -> dict[str, Float[Tensor, "batch head query"]]:
+    """The ratio of the prefix that ends at each row, by analyzers that share their sums."""
+    first = some[0]
+    scoped = first._scoped(rows)
+    if scoped.pattern.shape[-1] == 0:  # a generation block before the first generated token
+        nan = torch.full_like(scoped.pattern.sum(-1), torch.nan)
+        return {name: nan for tdo in some for name in tdo._ratio_names}
+    mass, energy = first._columns.before(scoped)
+    position = scoped.position[:, None]
+    measures = [tdo._measure_of(scoped, mass) for tdo in some]
+    if first._sketched:
+        sketches = first._sketch.prefixes(scoped)
+        found = first._named(sketched_ratio_of_rows(sketches, mass, energy, scoped.keys, position, measures[0]))
+    else:
+        ratios = prefix_ratio_of_rows(first._gram.matrix, mass, energy, scoped.keys, position, measures)
+        found = {tdo.ratio_name: ratio for tdo, ratio in zip(some, ratios, strict=True)}
+    return {name: torch.where(position >= 0, value, torch.nan) for name, value in found.items()}
 
 
 class IntrinsicTDO(TDO):

@@ -51,6 +51,9 @@ class Tracer:
     def __init__(self, analyzers: Sequence[Analyzer], rows_per_pass: int = ROWS_PER_PASS) -> None:
         self._rows_per_pass = rows_per_pass
         self._traced = [analyzer for analyzer in analyzers if analyzer.trace]
+        self._together: dict[tuple[type[Analyzer], int], list[Analyzer]] = {}
+        for analyzer in self._traced:
+            self._together.setdefault((type(analyzer), analyzer.stride), []).append(analyzer)
         self._values: list[dict[str, Tensor]] = []
         self._position: list[Int[Tensor, "batch row"]] = []
         self._stride: dict[str, int] = {}
@@ -67,13 +70,13 @@ class Tracer:
         for low, high in _cuts(rows.n_query, asked, self._rows_per_pass):
             part = rows[low:high]
             values: dict[str, Tensor] = {}
-            for analyzer in self._traced:
-                traced = _trace(analyzer, part, asked[analyzer.stride], low)
-                self._stride |= dict.fromkeys(traced, analyzer.stride)
+            for (_, stride), some in self._together.items():
+                traced = _trace(some, part, asked[stride], low)
+                self._stride |= dict.fromkeys(traced, stride)
                 values |= traced
-            for stride, some in asked.items():
-                if some is not None:
-                    self._asked.setdefault(stride, []).append(some.mask[:, low:high])
+            for stride, at in asked.items():
+                if at is not None:
+                    self._asked.setdefault(stride, []).append(at.mask[:, low:high])
             self._values.append(values)
             self._position.append(part.position)
             for analyzer in analyzers:
@@ -124,15 +127,16 @@ def _cuts(n_rows: int, asked: dict[int, _Asked | None], rows_per_pass: int) -> l
     ]
 
 
-def _trace(analyzer: Analyzer, part: Rows, asked: _Asked | None, low: int) -> dict[str, Tensor]:
+def _trace(analyzers: Sequence[Analyzer], part: Rows, asked: _Asked | None, low: int) -> dict[str, Tensor]:
     """The values of a chunk's rows; with a stride, of its first one alone, and NaN at the others."""
+    together = type(analyzers[0]).trace_together
     if asked is None:
-        return analyzer.trace_rows(part)
+        return together(analyzers, part)
     if low not in asked.rows:
         return {}
     first = torch.arange(part.n_query, device=part.position.device) == 0
     wanted = (asked.mask[:, low : low + 1] & first)[:, None]
-    values = analyzer.trace_rows(part[:1])
+    values = together(analyzers, part[:1])
     return {name: torch.where(wanted, value, torch.nan) for name, value in values.items()}
 
 

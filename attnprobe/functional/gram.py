@@ -15,7 +15,8 @@ so one pass over G serves r rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -218,30 +219,66 @@ def pending_square(
     weights[..., t, :] are the key weights 1/mu of the prefix that ends at row t (0 for a key that is dropped). One row
     of weights stands for all prefixes, and then r rows need r products with G in place of r + r(r+1)/2.
     """
-    n_rows = rows.shape[-2]
-    if weights.shape[-2] == 1:
-        return _square_under_one_weight(gram, rows, weights)
-    scaled = weights.unsqueeze(-2) * rows.unsqueeze(-3)  # [..., prefix, row, key]: x_s of every prefix
-    among = torch.einsum("...trk,...sk->...trs", scaled, rows)
-    seen = torch.ones(n_rows, n_rows, dtype=torch.bool, device=rows.device).tril()
-    among = among * (seen[:, None, :] & seen[:, :, None])
-    total = among.square().sum((-2, -1))
-    if gram.size == 0:
-        return total
-    prefix, row = torch.tril_indices(n_rows, n_rows, device=rows.device)
-    cross = gram.quadratic(scaled[..., prefix, row, :])
-    cross_total = torch.zeros_like(total).index_add_(-1, prefix, cross)
-    return total + gram.weighted_square(weights) + 2 * cross_total
+    return pending_squares(gram, rows, [weights])[0]
 
 
-def _square_under_one_weight(
-    gram: BlockGram, rows: Float[Tensor, "*batch row key"], weights: Float[Tensor, "*batch 1 key"]
-) -> Float[Tensor, "*batch row"]:
-    scaled = weights * rows
-    among = (scaled @ rows.mT).square().cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
-    if gram.size == 0:
-        return among
-    return among + gram.weighted_square(weights) + 2 * gram.quadratic(scaled).cumsum(-1)
+def pending_squares(
+    gram: BlockGram,
+    rows: Float[Tensor, "*batch row key"],
+    weights: Sequence[Float[Tensor, "*batch row key"]],
+) -> list[Float[Tensor, "*batch row"]]:
+    """`pending_square` for several sets of weights, in one pass over `gram`."""
+    pending = [_Pending.under(rows, one) for one in weights]
+    if gram.size:
+        squares = _split(gram.weighted_square, [one.weights for one in pending])
+        crosses = _split(gram.quadratic, [one.vectors for one in pending])
+        for one, square, cross in zip(pending, squares, crosses, strict=True):
+            one.total += square + 2 * one.per_prefix(cross)
+    return [one.total for one in pending]
+
+
+@dataclass
+class _Pending:
+    """Pending rows under one set of weights.
+
+    Attributes:
+        weights: [..., prefix or 1, key].
+        vectors: [..., vector, key] the rows times the weights of a prefix, for every prefix that they are in.
+        total: [..., prefix] what the pending rows are worth among themselves.
+    """
+
+    weights: Float[Tensor, "*batch prefix key"]
+    vectors: Float[Tensor, "*batch vector key"]
+    total: Float[Tensor, "*batch prefix"]
+
+    @classmethod
+    def under(cls, rows: Float[Tensor, "*batch row key"], weights: Float[Tensor, "*batch prefix key"]) -> _Pending:
+        n_rows = rows.shape[-2]
+        if weights.shape[-2] == 1:
+            scaled = weights * rows
+            among = (scaled @ rows.mT).square().cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+            return cls(weights, scaled, among.clone())
+        scaled = weights.unsqueeze(-2) * rows.unsqueeze(-3)  # [..., prefix, row, key]
+        among = torch.einsum("...trk,...sk->...trs", scaled, rows)
+        seen = torch.ones(n_rows, n_rows, dtype=torch.bool, device=rows.device).tril()
+        among = among * (seen[:, None, :] & seen[:, :, None])
+        prefix, row = torch.tril_indices(n_rows, n_rows, device=rows.device)
+        return cls(weights, scaled[..., prefix, row, :], among.square().sum((-2, -1)))
+
+    def per_prefix(self, value: Float[Tensor, "*batch vector"]) -> Float[Tensor, "*batch prefix"]:
+        """The sum over the vectors of each prefix."""
+        n_rows = self.total.shape[-1]
+        if value.shape[-1] == n_rows:  # each row once, for all prefixes
+            return value.cumsum(-1)
+        prefix, _ = torch.tril_indices(n_rows, n_rows, device=value.device)
+        return torch.zeros_like(self.total).index_add_(-1, prefix, value)
+
+
+def _split(
+    function: Callable[[Float[Tensor, "*batch row key"]], Float[Tensor, "*batch row"]], parts: Sequence[Tensor]
+) -> Sequence[Float[Tensor, "*batch row"]]:
+    """The function of several stacks of vectors, called once."""
+    return function(torch.cat(list(parts), -2)).split([part.shape[-2] for part in parts], -1)
 
 
 def prefix_participation_ratio(
@@ -285,7 +322,7 @@ def prefix_participation_ratio(
     for start in range(0, n, ROWS_PER_PASS):
         chunk = a[..., start : start + ROWS_PER_PASS, :]
         stop = start + chunk.shape[-2]
-        ratios.append(prefix_ratio_of_rows(gram, mass, energy, chunk, position[start:stop], measure))
+        ratios += prefix_ratio_of_rows(gram, mass, energy, chunk, position[start:stop], [measure])
         gram.add_(chunk[..., :stop], causal_start=start)
         mass = mass + chunk.sum(-2)
         energy = energy + chunk.square().sum(-2)
@@ -302,23 +339,32 @@ def prefix_ratio_of_rows(
     energy: Float[Tensor, "*batch key"],
     rows: Float[Tensor, "*batch row key"],
     position: Int[Tensor, "*batch row"],
-    measure: Measure = "intrinsic",
-) -> Float[Tensor, "*batch row"]:
-    """Participation ratio of the prefix that ends at each of a few new rows.
+    measures: Sequence[Measure] = ("intrinsic",),
+) -> list[Float[Tensor, "*batch row"]]:
+    """Participation ratios of the prefix that ends at each of a few new rows, one for each measure.
 
     Args:
         gram, mass, energy: G, column mass and column energy of the rows before these.
         rows: [..., row, key] the new rows, in order.
         position: 0-based position of each row, so that its prefix has position + 1 rows.
+        measures: of each ratio.
     """
     prefix_mass = mass.unsqueeze(-2) + rows.cumsum(-2)
     prefix_energy = energy.unsqueeze(-2) + rows.square().cumsum(-2)
     count = position + 1
-    if isinstance(measure, Tensor) or measure == "counting":  # a key has one weight, in whatever prefix it is
-        weights = prefix_key_weights(prefix_mass[..., -1:, :], count[..., -1:], measure)
-    else:
-        weights = prefix_key_weights(prefix_mass, count, measure)
-    trace = (prefix_energy * weights).sum(-1)
-    square = pending_square(gram, rows, weights)
-    # a block without mass (all of it underflowed to the prompt) routes nothing: 0, not 0/0
-    return safe_divide(trace.square(), count * square)
+    weights = [_weights_of_prefixes(prefix_mass, count, measure) for measure in measures]
+    ratios = []
+    for one, square in zip(weights, pending_squares(gram, rows, weights), strict=True):
+        trace = (prefix_energy * one).sum(-1)
+        # a block without mass (all of it underflowed to the prompt) routes nothing: 0, not 0/0
+        ratios.append(safe_divide(trace.square(), count * square))
+    return ratios
+
+
+def _weights_of_prefixes(
+    prefix_mass: Float[Tensor, "*batch row key"], count: Int[Tensor, "*batch row"], measure: Measure
+) -> Float[Tensor, "*batch prefix key"]:
+    """Key weights of every prefix; one row of them where a key has the same weight in whatever prefix it is."""
+    if isinstance(measure, Tensor) or measure == "counting":
+        return prefix_key_weights(prefix_mass[..., -1:, :], count[..., -1:], measure)
+    return prefix_key_weights(prefix_mass, count, measure)
