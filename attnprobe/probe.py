@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from attnprobe.analyzers.base import Analyzer
-from attnprobe.functional.measures import leverage_scores
 from attnprobe.hosts import Attention, Call, Generation, Host, Site, host_of
+from attnprobe.leverage import leverage_of
 from attnprobe.probe_settings import (
     DEFAULT_PATTERN,
     check_analyzers,
@@ -166,7 +166,7 @@ class Probe:
         self._sites = sites
         self._prompt_lengths = check_prompt_lengths(prompt_lengths)
         if any(getattr(analyzer, "measure", None) == "unembedding" for analyzer in self.analyzers):
-            self._leverage = leverage_scores(host.unembedding().detach())
+            self._leverage = leverage_of(host)
         self._verified = set()
         self._forget_call()
         self._host = host
@@ -180,6 +180,24 @@ class Probe:
         self._attention_layers = sorted({site.layer for site in sites})
         known = self._attention_layers[-1] + 1
         self._n_layers = max(known, host.n_layers or 0) if self.pattern == DEFAULT_PATTERN else known
+        chosen = self._probed(sites)
+        for analyzer in self.analyzers:
+            if not any(self._watches(analyzer, site) for site in chosen):
+                raise ValueError(
+                    f"{type(analyzer).__name__} is for layers={analyzer.layers!r} and the probe watches none of them: "
+                    f"it watches layers {ranges(sorted({site.layer for site in chosen}))}."
+                )
+        return [site for site in chosen if any(self._watches(analyzer, site) for analyzer in self.analyzers)]
+
+    def _watches(self, analyzer: Analyzer, site: Site) -> bool:
+        """Whether an analyzer is for this layer (see `Analyzer.at`)."""
+        layers = analyzer.layers
+        if isinstance(layers, str):
+            return layers == "all" or site.layer in named_layers(layers, self._n_layers)
+        return layers is None or site.layer in layers
+
+    def _probed(self, sites: list[Site]) -> list[Site]:
+        """The sites in the layers of the probe."""
         if self.layers == "all":
             return sites
         if isinstance(self.layers, str):
@@ -345,7 +363,7 @@ class Probe:
         self._verified.add(site)
         return SiteStream(
             site,
-            self.analyzers,
+            [one for one in self.analyzers if self._watches(one, site)],
             needs=self._parts,
             heads=self.heads,
             policy=self.rows,

@@ -44,6 +44,8 @@ def check_analyzers(analyzers: Iterable[Analyzer]) -> tuple[Analyzer, ...]:
             raise TypeError(f"{analyzer.__name__} is a class: write {analyzer.__name__}() to make an analyzer.")
         if not isinstance(analyzer, Analyzer):
             raise TypeError(f"{analyzer!r} is no analyzer: derive its class from attnprobe.Analyzer.")
+        if analyzer.layers is not None:
+            check_layers(analyzer.layers)
     return checked
 
 

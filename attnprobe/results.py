@@ -60,12 +60,14 @@ class Batch:
     ) -> Batch:
         """Bring the values of every site to the host and put traces in step order."""
         prompt = sequences.prompt_length.cpu().numpy().copy()
-        final = {name: _stack([values[s].final[name] for s in sites]) for name in values[sites[0]].final}
-        position = values[sites[0]].position.cpu().numpy()
-        trace = {
-            name: _by_step(_stack([values[s].trace[name] for s in sites]), position, prompt)
-            for name in values[sites[0]].trace
+        final = {
+            name: _stack([values[s].final.get(name) for s in sites]) for name in _names(values[s].final for s in sites)
         }
+        trace = {}
+        for name in _names(values[s].trace for s in sites):
+            traced = [values[s].trace.get(name) for s in sites]
+            position = next(values[s].position for s in sites if name in values[s].trace).cpu().numpy()
+            trace[name] = _by_step(_stack(traced), position, prompt)
         per_token = {}
         if tokens is not None:
             rows = tokens[0].cpu().numpy()
@@ -133,7 +135,7 @@ def dataset_of(
     return xr.Dataset(variables, coordinates, {**attributes, "created_by": "attnprobe"})
 
 
-def _names(values: Iterable[Mapping[str, np.ndarray]]) -> list[str]:
+def _names(values: Iterable[Mapping[str, Any]]) -> list[str]:
     """Every name, in the order of first appearance."""
     return list(dict.fromkeys(name for value in values for name in value))
 
@@ -143,9 +145,11 @@ def _numpy(value: Tensor) -> np.ndarray:
     return array
 
 
-def _stack(values: Sequence[Tensor]) -> np.ndarray:
-    """[sequence, layer, head, ...]; layers of fewer heads or keys are filled with NaN."""
-    arrays = [_numpy(value) for value in values]
+def _stack(values: Sequence[Tensor | None]) -> np.ndarray:
+    """[sequence, layer, head, ...]; layers of fewer heads or keys, or without a value, are filled with NaN."""
+    like = next(_numpy(value) for value in values if value is not None)
+    nothing = like[(slice(None), *[slice(0)] * (like.ndim - 1))]
+    arrays = [nothing if value is None else _numpy(value) for value in values]
     shape = tuple(np.max([array.shape for array in arrays], axis=0))
     return np.stack([_widen(array, shape) for array in arrays], axis=1)
 

@@ -6,7 +6,7 @@ from attnprobe.analyzers.laplacian import LaplacianEigenvalues
 from attnprobe.analyzers.log_determinant import LogDeterminant
 from attnprobe.analyzers.lookback import PreviousTokenAttention, SelfAttention
 from attnprobe.analyzers.routing import MeanRoutingSplit
-from attnprobe.analyzers.screened import ScreenedTDO
+from attnprobe.analyzers.screened import ScreenedTDO, ScreenedTrace
 from attnprobe.analyzers.spectral_entropy import SpectralEntropyBound
 from attnprobe.analyzers.tdo import TDO, IntrinsicTDO
 from attnprobe.analyzers.transport import TransportCapacity
@@ -21,6 +21,7 @@ __all__ = [
     "MeanRoutingSplit",
     "PreviousTokenAttention",
     "ScreenedTDO",
+    "ScreenedTrace",
     "SelfAttention",
     "SpectralEntropyBound",
     "TransportCapacity",

@@ -54,6 +54,7 @@ class Analyzer:
     variables: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     trace: bool = False
     stride: int = 1
+    layers: str | Sequence[int] | None = None  # those of the probe
     only_traces: bool = False  # `compute` has nothing to say
 
     def __init__(self, *, trace: bool = False, stride: int = 1) -> None:
@@ -115,6 +116,16 @@ class Analyzer:
         return self.__dict__.get("_leverage")
 
     # -- what comes with it ---------------------------------------------------------------------------------
+
+    def at(self: A, layers: str | Sequence[int]) -> A:
+        """The same analyzer for some of the layers that its probe watches: "middle", "center" or layer numbers.
+
+        >>> import attnprobe as ap
+        >>> probe = ap.Probe([ap.SelfAttention(), ap.IntrinsicTDO().at([3, 4])], layers="all")
+        """
+        some = copy.copy(self)
+        some.layers = layers if isinstance(layers, str) else tuple(layers)
+        return some
 
     def start(self: A, pool: StatisticPool | None = None, leverage: Tensor | None = None) -> A:
         """A fresh analyzer with the same settings, on the given pool of shared statistics."""

@@ -1,4 +1,4 @@
-"""Rows kept for the heads that several `ScreenedTDO` of one site will choose at the end, and the ratios of those."""
+"""Rows kept for the heads that the `ScreenedTrace`s of one site will choose at the end, and the traces of those."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attnprobe.analyzers.base import Analyzer
 from attnprobe.analyzers.tdo import TDO
 from attnprobe.analyzers.tracing import Tracer, block_rows, feed
 from attnprobe.functional.factored import Factors, joined
@@ -27,49 +28,59 @@ _BLOCK_ROWS_PER_PASS = 16
 
 @dataclass(frozen=True, eq=False)
 class Screening:
-    """What one `ScreenedTDO` asks for.
+    """What one `ScreenedTrace` asks for.
 
     Attributes:
-        prefix: traces the ratio of the prefix, under the name that results have for it.
-        block: traces that of the generation block.
+        analyzer: is traced at the chosen heads.
+        block: traces the ratio of the generation block.
         by_mean: heads are compared by the mean over steps, not at the last one.
         leverage: of the unembedding, where there is one.
     """
 
-    prefix: TDO
+    analyzer: Analyzer
     block: TDO
     by_mean: bool
     leverage: Tensor | None
 
+    @property
+    def key(self) -> tuple[str, str, bool]:
+        """What tells one from another."""
+        return repr(self.analyzer), self.block.ratio_name, self.by_mean
+
+
+def screened_name(name: str, stride: int) -> str:
+    """What a result of an analyzer is called where only chosen heads have one."""
+    return f"{name}_screened" + (f"_stride{stride}" if stride > 1 else "")
+
 
 class ScreenedRows(Statistic):
-    """Rows of one site, and at the end the ratios of the heads that are chosen.
+    """Rows of one site, and at the end the traces of the heads that are chosen.
 
     Where the host shows queries and keys they are kept, and rows are computed again at the end: those of the generation
-    for all heads, all of them for the chosen heads. Screenings that choose the same head share its rows and its Gram
-    matrix. Where the host makes patterns, all heads are followed as they come.
+    for all heads, all of them for the chosen heads. Screenings that choose the same head share its rows and what is
+    summed over them. Where the host makes patterns, all heads are followed as they come.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._asked: dict[str, Screening] = {}
+        self._asked: dict[tuple[str, str, bool], Screening] = {}
         self._chunks: list[Rows] = []  # queries of each, keys as of the last
         self._traced = 0  # how many of the last chunks are traced
         self._followed: _Followed | None = None
         self._values: dict[str, Tensor] | None = None
 
     def ask(self, screening: Screening) -> None:
-        """Let one more `ScreenedTDO` have what it needs. All are known before the first rows."""
-        self._asked.setdefault(screening.prefix.ratio_name, screening)
+        """Let one more `ScreenedTrace` have what it needs. All are known before the first rows."""
+        self._asked.setdefault(screening.key, screening)
 
     def trace(self, rows: Rows) -> None:
-        """Take the next rows, with a ratio wanted at each."""
+        """Take the next rows, with a value wanted at each."""
         if rows.serial != self._last_rows:
             self._take(rows, traced=True)
             self._last_rows = rows.serial
 
     def values(self) -> dict[str, Float[Tensor, "batch head row"]]:
-        """By name, the ratios at every traced row; NaN for the heads that lose."""
+        """By name, the values at every traced row; NaN for the heads that no one chose."""
         if self._values is None:
             self._values = self._computed()
         return self._values
@@ -78,7 +89,7 @@ class ScreenedRows(Statistic):
         self._take(rows, traced=False)
 
     def _merge(self, other: Statistic) -> None:
-        raise TypeError("ScreenedTDO keeps rows in their order, so that of other rows cannot be merged into it.")
+        raise TypeError("rows are kept in their order, so that other rows cannot be merged in.")
 
     def _take(self, rows: Rows, *, traced: bool) -> None:
         self._values = None
@@ -86,7 +97,7 @@ class ScreenedRows(Statistic):
         self._traced = self._traced + 1 if traced else 0
         if rows.factors is None:
             if self._followed is None or grown:
-                self._followed = _Followed.of(list(self._asked.values()), self._followed)
+                self._followed = _Followed(list(self._asked.values()), self._followed)
             self._followed.take(rows, traced=traced)
             return
         if self._chunks:  # older keys are a part of the newer ones
@@ -97,31 +108,42 @@ class ScreenedRows(Statistic):
 
     def _computed(self) -> dict[str, Tensor]:
         if self._followed is not None:
-            return self._followed.tracer.values(0)[0]
+            return self._followed.values()
         if not self._traced:
             return {}
         return _Replay(self._chunks, self._traced, list(self._asked.values())).values()
 
 
-@dataclass
 class _Followed:
-    """The analyzers that take patterns as they come."""
+    """The analyzers that take patterns as they come.
 
-    prefix: list[TDO]
-    block: list[TDO]
-    tracer: Tracer
+    Args:
+        asked: what for.
+        before: those of the generation before, where the prompt has grown: only generation blocks begin again.
+    """
 
-    @classmethod
-    def of(cls, asked: Sequence[Screening], before: _Followed | None) -> _Followed:
-        """For a new generation; ratios of the prefix go on from before."""
-        pool = StatisticPool()
-        prefix = [one.prefix.start(pool, one.leverage) for one in asked] if before is None else before.prefix
-        pool = StatisticPool()
-        block = [one.block.start(pool, one.leverage) for one in _by_block(asked)]
-        return cls(prefix, block, Tracer([*prefix, *block]))
+    def __init__(self, asked: Sequence[Screening], before: _Followed | None) -> None:
+        if before is None:
+            self._analyzers = {stride: _started(some) for stride, some in _by_stride(asked).items()}
+        else:
+            self._analyzers = before._analyzers
+        self._blocks = _started([(one.block, one.leverage) for one in _by_block(asked)])
+        self._tracers = {stride: Tracer(some) for stride, some in self._analyzers.items()}
+        self._block_tracer = Tracer(self._blocks)
 
     def take(self, rows: Rows, *, traced: bool) -> None:
-        feed(rows, [*self.prefix, *self.block], self.tracer, untraced=0 if traced else rows.n_query)
+        untraced = 0 if traced else rows.n_query
+        for stride, some in self._analyzers.items():
+            feed(rows, some, self._tracers[stride], untraced)
+        feed(rows, self._blocks, self._block_tracer, untraced)
+
+    def values(self) -> dict[str, Tensor]:
+        found = {
+            screened_name(name, stride): value
+            for stride, tracer in self._tracers.items()
+            for name, value in tracer.values(0)[0].items()
+        }
+        return found | self._block_tracer.values(0)[0]
 
 
 class _Replay:
@@ -145,21 +167,15 @@ class _Replay:
         self._complete = {one.block.ratio_name for one in asked if one.by_mean}
 
     def values(self) -> dict[str, Float[Tensor, "batch head row"]]:
-        """Ratios of the prefix for the chosen heads, and of the generation block for those that they were chosen by."""
-        rows = self._rows
+        """Values for the chosen heads, and ratios of the generation block for those that they were chosen by."""
         blocks = self._compared() | self._everywhere()
-        shape = (*rows.position.shape[:1], rows.n_head, rows.n_query)
-        like = rows.factors_or_raise
-        ratios = {
-            one.prefix.ratio_name: torch.full(shape, torch.nan, dtype=like.dtype, device=like.q.device)
-            for one in self._asked
-        } | blocks
+        found = dict(blocks)
         wanted = [self._wanted(one, blocks[one.block.ratio_name]) for one in self._asked]
         for some, sequences, heads in _groups(self._asked, wanted):
-            size = max(1, _GRAM_ENTRIES // rows.n_key**2)
+            size = max(1, _GRAM_ENTRIES // self._rows.n_key**2)
             for part in zip(sequences.split(size), heads.split(size), strict=True):
-                self._replay(ratios, some, *part)
-        return ratios
+                self._replay(found, some, *part)
+        return found
 
     # -- generation blocks of all heads -----------------------------------------------------------------------
 
@@ -230,25 +246,29 @@ class _Replay:
 
     def _replay(
         self,
-        ratios: dict[str, Float[Tensor, "batch head row"]],
+        found: dict[str, Float[Tensor, "batch head row"]],
         asked: Sequence[Screening],
         sequences: Int[Tensor, "pair"],
         heads: Int[Tensor, "pair"],
     ) -> None:
-        """Fill in the ratios of some heads, one of one sequence each, at every step."""
+        """Fill in the values of some heads, one of one sequence each, at every step."""
         rows = self._of_heads(sequences, heads)
-        before = rows.n_query - self._rows.n_query
+        n_before = rows.n_query - self._rows.n_query
         # what others of the batch went on with is padding to these
-        stop = max(before, int(rows.valid.any(0).nonzero().max()) + 1)
-        generated = rows[before:stop]
-        found = _traced(
-            [(one.prefix, one.leverage) for one in asked], generated, ROWS_PER_PASS, rows[:before] if before else None
-        )
+        stop = max(n_before, int(rows.valid.any(0).nonzero().max()) + 1)
+        before, generated = rows[:n_before] if n_before else None, rows[n_before:stop]
+        values: dict[str, Tensor] = {}
+        for stride, some in _by_stride(asked).items():
+            traced = _traced(some, generated, ROWS_PER_PASS, before)
+            values |= {screened_name(name, stride): value for name, value in traced.items()}
         partial = [one for one in _by_block(asked) if one.block.ratio_name not in self._complete]
         if partial:
-            found |= _traced([(one.block, one.leverage) for one in partial], generated, _BLOCK_ROWS_PER_PASS)
-        for name, value in found.items():
-            ratios[name][sequences, heads, : stop - before] = value[:, 0].to(ratios[name].dtype)
+            values |= _traced([(one.block, one.leverage) for one in partial], generated, _BLOCK_ROWS_PER_PASS)
+        for name, value in values.items():
+            if name not in found:
+                everyone = (*self._rows.position.shape[:1], self._rows.n_head, self._rows.n_query)
+                found[name] = value.new_full(everyone, torch.nan)
+            found[name][sequences, heads, : stop - n_before] = value[:, 0].to(found[name].dtype)
 
     def _of_heads(self, sequences: Int[Tensor, "pair"], heads: Int[Tensor, "pair"]) -> Rows:
         """All rows of one head of some sequences, as a batch of one head."""
@@ -291,12 +311,26 @@ def _groups(
             yield [one for i, one in enumerate(asked) if number >> i & 1], sequences, heads
 
 
-def _traced(
-    tdos: Sequence[tuple[TDO, Tensor | None]], rows: Rows, rows_per_pass: int, before: Rows | None = None
-) -> dict[str, Float[Tensor, "batch head row"]]:
-    """The ratios at every one of the rows, by name; statistics are shared."""
+def _by_stride(asked: Sequence[Screening]) -> dict[int, list[tuple[Analyzer, Tensor | None]]]:
+    """The analyzers to trace, each once, by their stride: those of one stride can share what they sum."""
+    by_stride: dict[int, dict[str, tuple[Analyzer, Tensor | None]]] = {}
+    for one in asked:
+        some = by_stride.setdefault(one.analyzer.stride, {})
+        some[repr(one.analyzer)] = (one.analyzer, one.leverage)
+    return {stride: list(some.values()) for stride, some in by_stride.items()}
+
+
+def _started(analyzers: Sequence[tuple[Analyzer, Tensor | None]]) -> list[Analyzer]:
+    """Fresh analyzers on statistics that they share."""
     pool = StatisticPool()
-    started = [tdo.start(pool, leverage) for tdo, leverage in tdos]
+    return [analyzer.start(pool, leverage) for analyzer, leverage in analyzers]
+
+
+def _traced(
+    analyzers: Sequence[tuple[Analyzer, Tensor | None]], rows: Rows, rows_per_pass: int, before: Rows | None = None
+) -> dict[str, Float[Tensor, "batch head row"]]:
+    """The values at every one of the rows, by name."""
+    started = _started(analyzers)
     tracer = Tracer(started, rows_per_pass)
     if before is not None:
         feed(before, started, tracer, before.n_query)

@@ -20,7 +20,6 @@ An object of it goes into `score(model, prompts, methods=[SelfAttentionUQ()])`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -52,7 +51,7 @@ class Recurrent(Method):
         ValueError: alpha outside [0, 1], or no such layers.
     """
 
-    signal: ClassVar[str]
+    signal: str
 
     def __init__(self, *, alpha: float = 0.2, layers: str | Sequence[int] = "middle") -> None:
         if not 0 <= alpha <= 1:

@@ -170,7 +170,9 @@ def _score_batch(
     stop: str | Sequence[str] | None,
 ) -> list[Score]:
     device = _device(host.model)
-    probe = Probe(_analyzers(methods), layers=_layers(methods, host), logits=True, rows=rows)
+    analyzers = _analyzers(methods, host)
+    watched = sorted({int(layer) for analyzer in analyzers for layer in analyzer.layers or ()})
+    probe = Probe(analyzers, layers=watched, logits=True, rows=rows)
     last_row = any(method.needs_last_row for method in methods)
     prompt_lengths = [len(prompt) for prompt in prompts]
     with torch.no_grad(), probe.attach(host.model, prompt_lengths=prompt_lengths):
@@ -254,28 +256,34 @@ def _table(tokens: list[int], evidence: Evidence, assessments: dict[str, Assessm
     return table
 
 
-def _analyzers(methods: list[Method]) -> list[Analyzer]:
-    """What all methods need, each analyzer once."""
+def _analyzers(methods: list[Method], host: Host) -> list[Analyzer]:
+    """What all methods need, each analyzer once, at the layers of those that need it."""
     needed: dict[str, Analyzer] = {}
+    layers: dict[str, set[int]] = {}
     for method in methods:
         for analyzer in method.analyzers():
             needed.setdefault(repr(analyzer), analyzer)
+            layers.setdefault(repr(analyzer), set()).update(_layers(method.layers, host))
     # a probe watches something: token scores alone still need to know where sequences begin and end
-    return list(needed.values()) or [SelfAttention(final=False, trace=True)]
+    if not needed:
+        return [SelfAttention(final=False, trace=True).at([min(_sites(host))])]
+    return [analyzer.at(sorted(layers[name])) for name, analyzer in needed.items()]
 
 
-def _layers(methods: list[Method], host: Host) -> str | list[int]:
-    asked = [method.layers for method in methods if method.analyzers()]
-    if "all" in asked:
-        return "all"
-    numbers: set[int] = set()
-    sites = {site.layer for site in host.sites("blocks.*.attn.hook_pattern")}
-    for layers in asked or [(min(sites),)]:
-        n_layers = max(host.n_layers or 0, max(sites) + 1)
-        named = {int(n) for n in (named_layers(layers, n_layers) if isinstance(layers, str) else layers)}
-        # of a range, the layers with attention count; where none has, the probe says so
-        numbers |= (named & sites or named) if isinstance(layers, str) else named
-    return sorted(numbers)
+def _sites(host: Host) -> set[int]:
+    return {site.layer for site in host.sites("blocks.*.attn.hook_pattern")}
+
+
+def _layers(layers: str | Sequence[int], host: Host) -> set[int]:
+    """The numbers of the layers that a method reads."""
+    sites = _sites(host)
+    if layers == "all":
+        return sites
+    n_layers = max(host.n_layers or 0, max(sites) + 1)
+    if isinstance(layers, str):
+        named = set(named_layers(layers, n_layers))
+        return named & sites or named  # of a range, the layers with attention count; where none has, the probe says so
+    return {int(n) for n in layers}
 
 
 def _prompt_ids(prompts: Prompt | Sequence[Prompt], tokenizer: Any, chat: bool) -> list[list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnprobe.analyzers import Analyzer, ScreenedTDO
+from attnprobe.analyzers import Analyzer, ScreenedTDO, ScreenedTrace
 from attnprobe.analyzers.screened_rows import BLOCK_TIE, PREFIX_TIE
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.recurrent import Recurrent, largest_head
@@ -23,11 +23,11 @@ class ScreenedRecurrent(Recurrent):
 
     >>> import attnprobe as ap
     >>> class ScreenedSelfAttention(ap.ScreenedRecurrent):
-    ...     name, signal = "ScreenedSelfAttention", "self_attention"
+    ...     name, signal = "ScreenedSelfAttention", "self_attention_screened"
     ...     def analyzers(self):
-    ...         return [*super().analyzers(), ap.SelfAttention(trace=True)]
+    ...         return [*super().analyzers(), self.at_chosen_heads(ap.SelfAttention())]
     >>> [type(analyzer).__name__ for analyzer in ScreenedSelfAttention().analyzers()]
-    ['ScreenedTDO', 'SelfAttention']
+    ['ScreenedTDO', 'ScreenedTrace']
 
     Args:
         alpha, layers: as in `Recurrent`.
@@ -58,11 +58,16 @@ class ScreenedRecurrent(Recurrent):
         self.screen = screen
         # it checks the measure, and its names are how the traces are found
         block = "generation" if renormalize else "generation-raw"
-        self._screened = ScreenedTDO(measure, block=block, screen=screen, stride=stride)
+        self._choice = {"measure": measure, "block": block, "screen": screen}
+        self._screened = ScreenedTDO(**self._choice, stride=stride)
 
     def analyzers(self) -> list[Analyzer]:
         """The analyzer that follows generation blocks. SAUQ reads the same one: asked for together, it runs once."""
         return [self._screened]
+
+    def at_chosen_heads(self, analyzer: Analyzer) -> ScreenedTrace:
+        """The trace of an analyzer at the heads that are chosen, which costs far less than at all heads."""
+        return ScreenedTrace(analyzer, **self._choice)
 
     def choose_heads(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         n = evidence.n_tokens

@@ -45,7 +45,9 @@ class LapEigValRAUQ(ScreenedRecurrent):
         screen: str = "final",
     ) -> None:
         super().__init__(alpha=alpha, layers=layers, screen=screen)
-        self._laplacian = LaplacianEigenvalues(clip, trace=True)
+        laplacian = LaplacianEigenvalues(clip)
+        self._laplacian = self.at_chosen_heads(laplacian)
+        self.signal = self._laplacian.screened_name(laplacian.result_name)
         self.clip = clip
         self.name = (
             "LapEigValRAUQ" + ("" if clip == "each" else "-clip-mean") + ("" if screen == "final" else "-screen-mean")
@@ -53,9 +55,6 @@ class LapEigValRAUQ(ScreenedRecurrent):
 
     def analyzers(self) -> list[Analyzer]:
         return [*super().analyzers(), self._laplacian]
-
-    def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
-        return evidence.trace(self._laplacian.result_name, layers)[..., : evidence.n_tokens]
 
 
 class LogDetRAUQ(ScreenedRecurrent):
@@ -91,7 +90,9 @@ class LogDetRAUQ(ScreenedRecurrent):
         screen: str = "final",
     ) -> None:
         super().__init__(alpha=alpha, layers=layers, screen=screen)
-        self._log_determinant = LogDeterminant(epsilon, trace=True)
+        log_determinant = LogDeterminant(epsilon)
+        self._log_determinant = self.at_chosen_heads(log_determinant)
+        self.signal = self._log_determinant.screened_name(log_determinant.mean_name)
         self.epsilon = epsilon
         self.name = (
             "LogDetRAUQ" + (f"-epsilon{epsilon:g}" if epsilon else "") + ("" if screen == "final" else "-screen-mean")
@@ -101,5 +102,4 @@ class LogDetRAUQ(ScreenedRecurrent):
         return [*super().analyzers(), self._log_determinant]
 
     def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
-        logs = evidence.trace(self._log_determinant.mean_name, layers)[..., : evidence.n_tokens]
-        return np.exp(np.minimum(logs, 0.0))
+        return np.exp(np.minimum(super().signals(evidence, layers), 0.0))

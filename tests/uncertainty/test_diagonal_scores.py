@@ -189,8 +189,8 @@ def screened_evidence(block, prefix) -> Evidence:
         traces={
             "participation_ratio_generation": block,
             "participation_ratio_screened": prefix,
-            "log_determinant_mean": logs,
-            "laplacian_eigenvalue_mean": np.exp(logs),
+            "log_determinant_mean_screened": logs,
+            "laplacian_eigenvalue_mean_screened": np.exp(logs),
         },
         layers=(0,),
         heads=tuple(range(heads)),
@@ -214,7 +214,7 @@ def test_ties_and_single_tokens_go_as_in_sauq(method):
 
 def test_a_weight_of_zero_carries_nothing_over():
     made = screened_evidence([[np.nan, 1.0, 1.0]], [[0.5] * 3])
-    made.traces["log_determinant_mean"][..., 1:] = -np.inf
+    made.traces["log_determinant_mean_screened"][..., 1:] = -np.inf
     assessment = ap.LogDetRAUQ().assess(made)
     np.testing.assert_allclose(assessment.layers[0].signal[1:], 0.0)
     p = np.exp(-0.5)
