@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -170,11 +170,12 @@ class _Replay:
         """Values for the chosen heads, and ratios of the generation block for those that they were chosen by."""
         blocks = self._compared() | self._everywhere()
         found = dict(blocks)
-        wanted = [self._wanted(one, blocks[one.block.ratio_name]) for one in self._asked]
-        for some, sequences, heads in _groups(self._asked, wanted):
-            size = max(1, _GRAM_ENTRIES // self._rows.n_key**2)
-            for part in zip(sequences.split(size), heads.split(size), strict=True):
-                self._replay(found, some, *part)
+        # a head that one has chosen is replayed for all: most of the work is in its rows and their products
+        wanted = torch.stack([self._wanted(one, blocks[one.block.ratio_name]) for one in self._asked]).any(0)
+        sequences, heads = wanted.nonzero(as_tuple=True)
+        size = max(1, _GRAM_ENTRIES // self._rows.n_key**2)
+        for pairs in zip(sequences.split(size), heads.split(size), strict=True):
+            self._replay(found, *pairs)
         return found
 
     # -- generation blocks of all heads -----------------------------------------------------------------------
@@ -247,7 +248,6 @@ class _Replay:
     def _replay(
         self,
         found: dict[str, Float[Tensor, "batch head row"]],
-        asked: Sequence[Screening],
         sequences: Int[Tensor, "pair"],
         heads: Int[Tensor, "pair"],
     ) -> None:
@@ -258,10 +258,10 @@ class _Replay:
         stop = max(n_before, int(rows.valid.any(0).nonzero().max()) + 1)
         before, generated = rows[:n_before] if n_before else None, rows[n_before:stop]
         values: dict[str, Tensor] = {}
-        for stride, some in _by_stride(asked).items():
+        for stride, some in _by_stride(self._asked).items():
             traced = _traced(some, generated, ROWS_PER_PASS, before)
             values |= {screened_name(name, stride): value for name, value in traced.items()}
-        partial = [one for one in _by_block(asked) if one.block.ratio_name not in self._complete]
+        partial = [one for one in _by_block(self._asked) if one.block.ratio_name not in self._complete]
         if partial:
             values |= _traced([(one.block, one.leverage) for one in partial], generated, _BLOCK_ROWS_PER_PASS)
         for name, value in values.items():
@@ -297,18 +297,6 @@ def _by_block(asked: Sequence[Screening]) -> list[Screening]:
 def _over_all(tdo: TDO) -> TDO:
     """The same over whole rows."""
     return TDO(tdo.measure, lambda2=False)
-
-
-def _groups(
-    asked: Sequence[Screening], wanted: Sequence[Bool[Tensor, "batch head"]]
-) -> Iterator[tuple[list[Screening], Int[Tensor, "pair"], Int[Tensor, "pair"]]]:
-    """Pairs of sequence and head, with the screenings that want just these."""
-    bits = torch.arange(len(wanted), device=wanted[0].device)
-    who = (torch.stack(list(wanted), -1).long() << bits).sum(-1)
-    for number in who.unique().tolist():
-        if number:
-            sequences, heads = (who == number).nonzero(as_tuple=True)
-            yield [one for i, one in enumerate(asked) if number >> i & 1], sequences, heads
 
 
 def _by_stride(asked: Sequence[Screening]) -> dict[int, list[tuple[Analyzer, Tensor | None]]]:
