@@ -75,7 +75,7 @@ class ScreenedTrace(Analyzer):
             }
             for name, about in self.analyzer.variables.items()
         }
-        return {**described, **self._compared.variables}
+        return {**described, self.block_name: self._compared.variables[self.block_name]}
 
     def screened_name(self, name: str) -> str:
         """What a result of the analyzer is called here."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from stream.dense import random_attention
 
-from attnprobe.functional.gram import BlockGram, pending_square
+from attnprobe.functional.gram import BlockGram, pending_square, pending_squares
 from attnprobe.state import Columns, Gram
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]
@@ -111,6 +111,34 @@ def test_pending_rows_are_valued_without_being_added():
         expected = torch.einsum("bhjk,bhj,bhk->bh", g.square(), w, w)
         torch.testing.assert_close(found[..., t], expected, rtol=1e-12, atol=1e-13)
     assert gram.size == n - r
+
+
+def test_one_set_of_weights_serves_every_pending_prefix():
+    n, r = 70, 6
+    a = pattern(n)
+    gram = BlockGram()
+    gram.add_(a[..., : n - r, : n - r], causal_start=0)
+    weights = torch.rand(2, 2, 1, n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = pending_square(gram, a[..., n - r :, :], weights)
+    every = pending_square(gram, a[..., n - r :, :], weights.expand(-1, -1, r, -1))
+    torch.testing.assert_close(found, every, rtol=1e-12, atol=1e-13)
+
+
+def test_several_sets_of_weights_go_through_one_pass(monkeypatch):
+    n, r = 70, 5
+    a = pattern(n)
+    gram = BlockGram()
+    gram.add_(a[..., : n - r, : n - r], causal_start=0)
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.rand(2, 2, rows, n, dtype=torch.float64, generator=generator) for rows in (r, 1, r, 1)]
+    alone = [pending_square(gram, a[..., n - r :, :], one) for one in weights]
+    passes = []
+    for name in ("weighted_square", "quadratic"):
+        original = getattr(BlockGram, name)
+        monkeypatch.setattr(BlockGram, name, lambda *args, f=original, n=name: passes.append(n) or f(*args))
+    for found, expected in zip(pending_squares(gram, a[..., n - r :, :], weights), alone, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    assert passes == ["weighted_square", "quadratic"]
 
 
 def test_no_rows_at_all():

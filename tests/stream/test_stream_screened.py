@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnprobe as ap
-from attnprobe.analyzers import TDO, ScreenedTDO
+from attnprobe.analyzers import TDO, ScreenedTDO, ScreenedTrace
 from attnprobe.analyzers.tracing import Tracer, feed
 from attnprobe.functional.factored import Factors
 from attnprobe.functional.gram import BlockGram
 from attnprobe.functional.lanczos import eigenvalue_beside, eigenvalue_beside_of, eigenvalue_beside_operator
 from attnprobe.functional.screening import first_largest
 from attnprobe.rows import Rows
+from attnprobe.state.statistic import StatisticPool
 
 HEADS, KV_HEADS, D = 4, 2, 6
 
@@ -43,7 +45,8 @@ def rows_of(whole: Factors, prompt: list[int]) -> Rows:
 
 
 def trace(analyzers: list[ap.Analyzer], rows: Rows, untraced: int, cuts: tuple[int, ...] = ()) -> dict:
-    started = [analyzer.start() for analyzer in analyzers]
+    pool = StatisticPool()
+    started = [analyzer.start(pool) for analyzer in analyzers]
     tracer = Tracer(started)
     for low, high in zip((0, *cuts), (*cuts, rows.n_query), strict=True):
         feed(rows[low:high], started, tracer, untraced=min(max(untraced - low, 0), high - low))
@@ -132,6 +135,71 @@ def test_keys_of_older_rows_are_let_go():
         started.update(rows[low : low + 6])
     held = [chunk.factors.k.untyped_storage().nbytes() for chunk in started._rows._chunks[:-1]]
     assert held == [0, 0, 0]
+
+
+@pytest.mark.parametrize("given", ["queries and keys", "patterns"])
+def test_screenings_of_one_site_have_the_values_each_has_alone(given):
+    whole = factors([26, 21], seed=5)
+    rows = rows_of(whole, [11, 9])
+    if given == "patterns":
+        rows = replace(rows, pattern=whole.pattern(), factors=None)
+    rows = replace(rows, tokens=torch.randint(0, 50, (2, 26), generator=torch.Generator().manual_seed(0)))
+    several = [
+        ScreenedTDO(),
+        ScreenedTDO("counting"),
+        ScreenedTDO("positional"),
+        ScreenedTDO("zipf", block="generation-raw"),
+        ScreenedTDO(stride=3),
+        ScreenedTrace(ap.LaplacianEigenvalues()),
+        ScreenedTrace(ap.LogDeterminant(), "counting"),
+    ]
+    together = trace(several, rows, 8)
+    seen = set()
+    for one in several:
+        for name, value in trace([one], rows, 8).items():
+            seen.add(name)
+            chosen = ~value.isnan()
+            torch.testing.assert_close(together[name][chosen], value[chosen], rtol=1e-9, atol=1e-9)
+            assert chosen.any()
+    assert seen == set(together)
+
+
+@pytest.mark.parametrize("order", [("final", "mean"), ("mean", "final")])
+def test_heads_compared_by_their_mean_keep_their_ratios_beside_the_others(order):
+    rows = rows_of(factors([26]), [11])
+    together = trace([ScreenedTDO(screen=screen) for screen in order], rows, 10)
+    mean = trace([ScreenedTDO(screen="mean")], rows, 10)
+    for name, value in mean.items():
+        known = ~value.isnan()
+        torch.testing.assert_close(together[name][known], value[known], rtol=1e-9, atol=1e-9)
+    assert not together["participation_ratio_generation"][..., 1:].isnan().any()
+
+
+def test_any_analyzer_of_rows_can_be_traced_at_the_chosen_heads():
+    class FirstToken(ap.Analyzer):
+        variables: ClassVar = {"first_token": {"units": "1"}}
+
+        def update(self, rows):
+            self.accumulate(mass=rows.pattern[..., 0].sum(-1), rows=rows.count[:, None])
+
+        def compute(self):
+            return {"first_token": self.total["mass"] / self.total["rows"]}
+
+    rows = rows_of(factors([26]), [11])
+    screened = ScreenedTrace(FirstToken())
+    found = trace([screened, ScreenedTDO()], rows, 10)
+    every = trace([FirstToken(trace=True)], rows, 10)["first_token"]
+    chosen = ~found["participation_ratio_screened"].isnan()
+    torch.testing.assert_close(found["first_token_screened"][chosen], every[chosen], rtol=1e-9, atol=1e-9)
+    assert found["first_token_screened"][~chosen].isnan().all()
+    assert set(screened.variables) == {"first_token_screened", "participation_ratio_generation"}
+
+
+def test_what_reads_more_than_patterns_cannot_be_screened():
+    with pytest.raises(ValueError, match=r"MeanRoutingSplit needs .*patterns and tokens only"):
+        ScreenedTrace(ap.MeanRoutingSplit())
+    with pytest.raises(ValueError, match="unknown screen 'last'"):
+        ScreenedTrace(ap.SelfAttention(), screen="last")
 
 
 def test_screening_refuses_to_merge():
