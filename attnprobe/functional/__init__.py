@@ -10,6 +10,7 @@ from attnprobe.functional.entropy import EntropyBound, entropy_bound, entropy_fr
 from attnprobe.functional.gram import prefix_participation_ratio
 from attnprobe.functional.laplacian import laplacian_eigenvalues, mean_laplacian_eigenvalue
 from attnprobe.functional.log_determinant import attention_log_determinant
+from attnprobe.functional.lookback import mean_look_back
 from attnprobe.functional.measures import (
     leverage_scores,
     positional_measure,
@@ -17,9 +18,13 @@ from attnprobe.functional.measures import (
     zipf_measure,
 )
 from attnprobe.functional.patterns import CheckedPattern, check_pattern
+from attnprobe.functional.presoftmax import maximum_score
 from attnprobe.functional.recurrence import recurrent_confidence, recurrent_log_confidence
+from attnprobe.functional.repeats import duplicate_token_score, induction_score
 from attnprobe.functional.routing import RoutingSplit, routing_split, split_from_moments
+from attnprobe.functional.row_entropy import row_entropy
 from attnprobe.functional.semantic import luq, semantic_classes, semantic_entropy
+from attnprobe.functional.sinks import sink_score
 from attnprobe.functional.sketch import SketchedRatio, sketched_participation_ratio
 from attnprobe.functional.tdo import participation_ratio, tdo_matrix, tdo_spectrum
 from attnprobe.functional.transport import (
@@ -33,6 +38,7 @@ from attnprobe.functional.transport import (
     spectral_capacity,
     threshold_capacity,
 )
+from attnprobe.functional.values import ValueWeighted, value_weighted_attention
 
 __all__ = [
     "CheckedPattern",
@@ -43,19 +49,24 @@ __all__ = [
     "SketchedRatio",
     "SpectralCapacity",
     "ThresholdCapacity",
+    "ValueWeighted",
     "asymmetry",
     "attention_log_determinant",
     "capacity_from_columns",
     "check_pattern",
+    "duplicate_token_score",
     "entropy_bound",
     "entropy_from_moments",
     "hodge_from_columns",
     "hodge_split",
+    "induction_score",
     "landscape_from_columns",
     "laplacian_eigenvalues",
     "leverage_scores",
     "luq",
+    "maximum_score",
     "mean_laplacian_eigenvalue",
+    "mean_look_back",
     "participation_ratio",
     "positional_measure",
     "prefix_capacity",
@@ -64,8 +75,10 @@ __all__ = [
     "recurrent_confidence",
     "recurrent_log_confidence",
     "routing_split",
+    "row_entropy",
     "semantic_classes",
     "semantic_entropy",
+    "sink_score",
     "sketched_participation_ratio",
     "spectral_capacity",
     "spectral_entropy",
@@ -74,5 +87,6 @@ __all__ = [
     "tdo_spectrum",
     "threshold_capacity",
     "unembedding_measure",
+    "value_weighted_attention",
     "zipf_measure",
 ]
