@@ -12,7 +12,9 @@ from attnprobe.analyzers.row_entropy import RowEntropy
 from attnprobe.analyzers.screened import ScreenedTDO, ScreenedTrace
 from attnprobe.analyzers.sinks import SinkScore
 from attnprobe.analyzers.spectral_entropy import SpectralEntropyBound
+from attnprobe.analyzers.spectrum import TDOSpectrum
 from attnprobe.analyzers.tdo import TDO, IntrinsicTDO
+from attnprobe.analyzers.top_values import TopLaplacianEigenvalues, TopSelfAttention
 from attnprobe.analyzers.transport import TransportCapacity
 from attnprobe.analyzers.value_weighted import ValueWeightedAttention
 
@@ -35,6 +37,9 @@ __all__ = [
     "SelfAttention",
     "SinkScore",
     "SpectralEntropyBound",
+    "TDOSpectrum",
+    "TopLaplacianEigenvalues",
+    "TopSelfAttention",
     "TransportCapacity",
     "ValueWeightedAttention",
 ]

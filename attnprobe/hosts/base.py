@@ -77,6 +77,28 @@ class Stream:
     cache: Any = None  # the cache itself, to tell it from another one of the same length
 
 
+@dataclass(frozen=True, eq=False)
+class HeadOutputs:
+    """What passes at one site in one forward.
+
+    Attributes:
+        site: where.
+        z: [batch, query, head, d] head outputs, as earlier replacements left them.
+        computed: the same, as the heads computed them.
+        v: [batch, kv_head, key, d] values of the keys that the cache still has, None where they were not asked for.
+        stream: tokens, mask and cache of the forward; None outside a forward of the whole model.
+    """
+
+    site: Site
+    z: Tensor
+    computed: Tensor
+    v: Tensor | None
+    stream: Stream | None
+
+
+Replace = Callable[[HeadOutputs], Tensor]
+
+
 @dataclass(frozen=True)
 class Call:
     """One forward of the model."""
@@ -106,23 +128,27 @@ class Generation:
     own_criteria: bool = False
 
 
-class Listener(Protocol):
-    """Who listens to a host: called in the order of events. Exceptions travel out of the model's forward."""
+class CallListener(Protocol):
+    """Who listens to the forwards of a host."""
 
     def on_call(self, call: Call) -> None:
         """A forward begins."""
-
-    def on_part(self, site: Site, part: str, value: Tensor) -> None:
-        """Something passes at a site, a part being a key of `HOOKS`."""
-
-    def on_attention(self, site: Site, attention: Attention) -> None:
-        """An attention was computed at a site, without a pattern; it stands for all parts."""
 
     def on_logits(self, logits: Tensor) -> None:
         """The forward gave these next-token logits [batch, query, vocab]."""
 
     def on_call_end(self, cache: Any = None) -> None:
         """The forward went through; `cache` is what it leaves, where the host shows it."""
+
+
+class Listener(CallListener, Protocol):
+    """Who listens to a host: called in the order of events. Exceptions travel out of the model's forward."""
+
+    def on_part(self, site: Site, part: str, value: Tensor) -> None:
+        """Something passes at a site, a part being a key of `HOOKS`."""
+
+    def on_attention(self, site: Site, attention: Attention) -> None:
+        """An attention was computed at a site, without a pattern; it stands for all parts."""
 
     def on_generate(self, generation: Generation) -> None:
         """A `generate` begins."""
@@ -170,6 +196,17 @@ class Host(Protocol):
 
         Raises:
             ValueError: a site has no hook for a part.
+        """
+
+    def replace_outputs(
+        self, sites: Sequence[Site], replace: Replace, *, values: bool = False
+    ) -> AbstractContextManager[None]:
+        """Replace head outputs on their way to the output projection until the context is left.
+
+        Whoever watches a site sees what its heads computed. `values` asks for values as well.
+
+        Raises:
+            ValueError: a site has no such hooks; in the model's forward, no outputs passed at a site.
         """
 
     def why_silent(self, site: Site) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnprobe.hosts.base import Call, Listener, Stream
+from attnprobe.hosts.base import Call, CallListener, Stream
 
 
 def listen_to_module(
     module: nn.Module,
-    listener: Listener,
+    listener: CallListener,
     before_call: Callable[[], None],
     after_call: Callable[[], None] = lambda: None,
     *,

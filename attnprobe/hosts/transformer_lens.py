@@ -12,8 +12,10 @@ the user do not take them away, and come out by that level, so that the user's h
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
+import functools
 import importlib
 import inspect
 import itertools
@@ -25,13 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnprobe.hosts.base import HOOKS, Call, Listener, Site, Stream
+from attnprobe.hosts.base import HOOKS, Call, CallListener, HeadOutputs, Listener, Replace, Site, Stream
 from attnprobe.hosts.calls import listen_to_module
 from attnprobe.hosts.generation import listen_to_generate
+from attnprobe.hosts.replacing import Replacement, placed, replaced
 
 # TransformerLens counts nested contexts with small positive levels; ours never meet them.
 _FIRST_LEVEL = 1_000_000
 _levels = itertools.count(-_FIRST_LEVEL, -1)
+_late_levels = itertools.count(_FIRST_LEVEL)
 
 
 class HookedHost:
@@ -135,7 +139,29 @@ class HookedHost:
             stack.enter_context(listen_to_generate(self.model, listener))
             yield
 
-    def _listen_to_calls(self, listener: Listener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
+    @contextmanager
+    def replace_outputs(self, sites: Sequence[Site], replace: Replace, *, values: bool = False) -> Iterator[None]:
+        new: dict[Site, Tensor] = {}
+
+        def with_values(outputs: HeadOutputs) -> Tensor:
+            if values:
+                outputs = dataclasses.replace(outputs, v=_values(outputs, new.pop(outputs.site, None)))
+            return replace(outputs)
+
+        replacement = Replacement(with_values, sites, self.why_silent)
+        with ExitStack() as stack:
+            for site in sites:
+                if values:
+                    keep = functools.partial(_keep, new, site)
+                    stack.enter_context(_hooked_last(self._hook_point(site, "v"), keep))
+                point = self._hook_point(site, "z")
+                go_on = functools.partial(_hooked_last, point, functools.partial(_go_on, point))
+                stack.enter_context(placed(point, site, replacement, go_on))
+            for handle in self._listen_to_calls(replacement, lambda: None, logits=False):
+                stack.callback(handle.remove)
+            yield
+
+    def _listen_to_calls(self, listener: CallListener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
         original = _original_model(self.model)
         if original is not None:
             return listen_to_module(original, listener, go_last, logits=logits)
@@ -207,6 +233,47 @@ def _remove(point: Any, level: int) -> None:
         point.fwd_hooks.remove(handle)
 
 
+@contextmanager
+def _hooked_last(point: Any, hook: Callable[..., Any]) -> Iterator[None]:
+    """A hook that comes after all others of its point, probes among them, however late those came."""
+    level = next(_late_levels)
+    point.add_hook(hook, is_permanent=True, level=level)
+    ours = point.fwd_hooks[-1].hook
+
+    def go_last(*_: Any) -> None:
+        if ours.id in point._forward_hooks:
+            point._forward_hooks.move_to_end(ours.id)
+
+    handle = point.register_forward_pre_hook(go_last)
+    try:
+        yield
+    finally:
+        handle.remove()
+        _remove(point, level)
+
+
+def _keep(new: dict[Site, Tensor], site: Site, value: Tensor, hook: Any) -> None:
+    new[site] = value
+
+
+def _go_on(point: Any, value: Tensor, hook: Any) -> Tensor:
+    return replaced(point, value)
+
+
+def _values(outputs: HeadOutputs, new: Tensor | None) -> Tensor | None:
+    """Values [batch, kv_head, key, d] of the keys of a forward: the new ones, and those in its cache before them."""
+    stream = outputs.stream
+    if new is None or new.ndim != 4 or stream is None or stream.past is None:
+        return None
+    if stream.past == 0:
+        return new.transpose(1, 2)
+    if hasattr(stream.cache, "past_values"):  # a HookedTransformer's
+        kept: Tensor = stream.cache.past_values
+        return kept.transpose(1, 2)
+    layers = getattr(stream.cache, "layers", ())
+    return getattr(layers[outputs.site.layer], "values", None) if outputs.site.layer < len(layers) else None
+
+
 def _reporter(listener: Listener, site: Site, part: str) -> Callable[..., None]:
     def report(value: Tensor, hook: Any) -> None:  # a hook that returned anything would replace the activation
         listener.on_part(site, part, value)
@@ -226,7 +293,7 @@ def _nothing_matches(select: str | Callable[[str], bool], names: list[str]) -> s
 
 
 def _listen_to_blocks(
-    model: Any, blocks: nn.ModuleList, listener: Listener, go_last: Callable[[], None], *, logits: bool
+    model: Any, blocks: nn.ModuleList, listener: CallListener, go_last: Callable[[], None], *, logits: bool
 ) -> list[Any]:
     """A HookedTransformer: its `generate` calls `forward` directly, so the blocks are listened to instead."""
     embedded: list[Tensor] = []

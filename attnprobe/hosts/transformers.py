@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import inspect
 import sys
 import weakref
@@ -21,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnprobe.hosts.base import HOOKS, Attention, Listener, Site
+from attnprobe.hosts.base import HOOKS, Attention, Listener, Replace, Site
 from attnprobe.hosts.calls import listen_to_module
 from attnprobe.hosts.generation import listen_to_generate
+from attnprobe.hosts.replacing import Replacement, placed, replaced
 
 _PREFIX = "attnprobe_"
 # Implementations whose arithmetic is known to be softmax(scaling q k^T) under a mask that can be looked at.
@@ -116,7 +118,7 @@ class TransformersHost:
         if not str(config._attn_implementation).startswith(_PREFIX):
             return (
                 f"the model's attention implementation was set to {config._attn_implementation!r} after the probe "
-                "was attached: detach it and attach again"
+                "was attached or the ablation begun: leave and enter again"
             )
         return (
             "its attention did not go through the attention interface of transformers (a TransformerBridge that was "
@@ -140,6 +142,17 @@ class TransformersHost:
             for handle in listen_to_module(self.model, listener, begin, end, logits=logits):
                 stack.callback(handle.remove)
             stack.enter_context(listen_to_generate(self.model, listener))
+            yield
+
+    @contextmanager
+    def replace_outputs(self, sites: Sequence[Site], replace: Replace, *, values: bool = False) -> Iterator[None]:
+        replacement = Replacement(replace, sites, self.why_silent)
+        with ExitStack() as stack:
+            for site in sites:
+                module = self._modules[site]
+                stack.enter_context(placed(module, site, replacement, functools.partial(_interposed, module)))
+            for handle in listen_to_module(self.model, replacement, lambda: None, logits=False):
+                stack.callback(handle.remove)
             yield
 
 
@@ -190,14 +203,28 @@ class _Ear:
         return False
 
 
-# Which ears an attention module has, and how many of them a configuration serves.
+# Which ears an attention module has, and how many contexts of ours a configuration serves.
 _ears: weakref.WeakKeyDictionary[nn.Module, list[_Ear]] = weakref.WeakKeyDictionary()
 _served: dict[int, tuple[Any, str, int]] = {}
 
 
 @contextmanager
 def _watching(module: Any, ear: _Ear) -> Iterator[None]:
-    """One more ear at a module; the first one of a configuration changes its attention to ours, the last one back."""
+    """One more ear at a module."""
+    with _interposed(module):
+        ears = _ears.setdefault(module, [])
+        ears.append(ear)
+        try:
+            yield
+        finally:
+            ears.remove(ear)
+            if not ears:
+                _ears.pop(module, None)
+
+
+@contextmanager
+def _interposed(module: Any) -> Iterator[None]:
+    """The first one of a configuration changes its attention to ours, the last one back."""
     config = module.config
     own = str(config._attn_implementation)
     _, served, count = _served.get(id(config), (config, own, 0))
@@ -206,14 +233,9 @@ def _watching(module: Any, ear: _Ear) -> Iterator[None]:
     name = _registered(own, module)
     _served[id(config)] = (config, own, count + 1)
     config._attn_implementation_internal = name
-    ears = _ears.setdefault(module, [])
-    ears.append(ear)
     try:
         yield
     finally:
-        ears.remove(ear)
-        if not ears:
-            _ears.pop(module, None)
         _, own, count = _served.pop(id(config))
         if count > 1:
             _served[id(config)] = (config, own, count - 1)
@@ -270,7 +292,7 @@ def _heard_sdpa(
                 mask=attention_mask,
             ),
         )
-    return output, weights
+    return replaced(module, output, value), weights
 
 
 @torch.compiler.disable
@@ -282,7 +304,7 @@ def _heard_eager(
         passed = {"pattern": weights, "z": output, "v": value.transpose(1, 2)}
         for part in ear.parts:
             ear.listener.on_part(ear.site, part, passed[part])
-    return output, weights
+    return replaced(module, output, value), weights
 
 
 def _eager_of(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor]]:
