@@ -46,6 +46,8 @@ _EXPORTS: dict[str, str | None] = {
     "TopLaplacianEigenvalues": "attnprobe.analyzers",
     "TopSelfAttention": "attnprobe.analyzers",
     "Probe": "attnprobe.probe",
+    "ablate": "attnprobe.interventions",
+    "head_means": "attnprobe.interventions",
     "SAUQ": "attnprobe.uncertainty",
     "RAUQ": "attnprobe.uncertainty",
     "LapEigValRAUQ": "attnprobe.uncertainty",
@@ -94,6 +96,7 @@ if TYPE_CHECKING:
         TransportCapacity,
         ValueWeightedAttention,
     )
+    from attnprobe.interventions import ablate, head_means
     from attnprobe.models import load_model
     from attnprobe.probe import Probe
     from attnprobe.rows import Rows

@@ -142,10 +142,12 @@ class HookedHost:
     @contextmanager
     def replace_outputs(self, sites: Sequence[Site], replace: Replace, *, values: bool = False) -> Iterator[None]:
         new: dict[Site, Tensor] = {}
+        entries: dict[Site, Any] = {}
 
         def with_values(outputs: HeadOutputs) -> Tensor:
             if values:
-                outputs = dataclasses.replace(outputs, v=_values(outputs, new.pop(outputs.site, None)))
+                passed = new.pop(outputs.site, None), entries.pop(outputs.site, None)
+                outputs = dataclasses.replace(outputs, v=_values(outputs, *passed))
             return replace(outputs)
 
         replacement = Replacement(with_values, sites, self.why_silent)
@@ -154,12 +156,25 @@ class HookedHost:
                 if values:
                     keep = functools.partial(_keep, new, site)
                     stack.enter_context(_hooked_last(self._hook_point(site, "v"), keep))
+                    stack.callback(self._keep_entry(site, entries))
                 point = self._hook_point(site, "z")
                 go_on = functools.partial(_hooked_last, point, functools.partial(_go_on, point))
                 stack.enter_context(placed(point, site, replacement, go_on))
             for handle in self._listen_to_calls(replacement, lambda: None, logits=False):
                 stack.callback(handle.remove)
             yield
+
+    def _keep_entry(self, site: Site, entries: dict[Site, Any]) -> Callable[[], None]:
+        """Note the cache entry that the site's block of a HookedTransformer is given; the return value ends it."""
+        blocks = getattr(self.model, "blocks", None)
+        if _original_model(self.model) is not None or not isinstance(blocks, nn.ModuleList):
+            return lambda: None
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entries[site] = kwargs.get("past_kv_cache_entry")
+
+        remove: Callable[[], None] = blocks[site.layer].register_forward_pre_hook(keep, with_kwargs=True).remove
+        return remove
 
     def _listen_to_calls(self, listener: CallListener, go_last: Callable[[], None], *, logits: bool) -> list[Any]:
         original = _original_model(self.model)
@@ -260,15 +275,19 @@ def _go_on(point: Any, value: Tensor, hook: Any) -> Tensor:
     return replaced(point, value)
 
 
-def _values(outputs: HeadOutputs, new: Tensor | None) -> Tensor | None:
-    """Values [batch, kv_head, key, d] of the keys of a forward: the new ones, and those in its cache before them."""
+def _values(outputs: HeadOutputs, new: Tensor | None, entry: Any) -> Tensor | None:
+    """Values [batch, kv_head, key, d] of the keys of a forward: the new ones, or all that its cache holds by now.
+
+    Args:
+        entry: what a HookedTransformer keeps of this layer in place of a cache of all.
+    """
     stream = outputs.stream
     if new is None or new.ndim != 4 or stream is None or stream.past is None:
         return None
     if stream.past == 0:
         return new.transpose(1, 2)
-    if hasattr(stream.cache, "past_values"):  # a HookedTransformer's
-        kept: Tensor = stream.cache.past_values
+    if entry is not None:
+        kept: Tensor = entry.past_values
         return kept.transpose(1, 2)
     layers = getattr(stream.cache, "layers", ())
     return getattr(layers[outputs.site.layer], "values", None) if outputs.site.layer < len(layers) else None
