@@ -7,19 +7,25 @@ from attnprobe import functional
 from attnprobe.functional import (
     asymmetry,
     attention_log_determinant,
+    duplicate_token_score,
     entropy_bound,
     hodge_split,
+    induction_score,
     laplacian_eigenvalues,
     mean_laplacian_eigenvalue,
+    mean_look_back,
     participation_ratio,
     prefix_capacity,
     prefix_landscape,
     prefix_participation_ratio,
     routing_split,
+    row_entropy,
+    sink_score,
     spectral_capacity,
     tdo_matrix,
     tdo_spectrum,
     threshold_capacity,
+    value_weighted_attention,
 )
 
 D = 3
@@ -40,6 +46,18 @@ def with_values(function):
         values = torch.full((pattern.shape[-1], D), torch.nan, dtype=pattern.dtype)
         values[mask] = values_for(pattern[..., mask])
         return function(pattern, values, mask=mask, **options)
+
+    return call
+
+
+def with_tokens(function):
+    """Two tokens by turns; padding has an id of its own, to show that it is not read."""
+
+    def call(pattern, *, mask=None, **options):
+        tokens = torch.arange(pattern.shape[-1]) % 2
+        if mask is not None:
+            tokens = torch.full_like(tokens, -1).masked_scatter(mask, tokens)
+        return function(pattern, tokens, mask=mask, **options)
 
     return call
 
@@ -68,7 +86,24 @@ FUNCTIONS = {
     "mean_laplacian_eigenvalue, mean": (lambda a, **o: mean_laplacian_eigenvalue(a, "mean", **o), 0, False),
     "attention_log_determinant": (attention_log_determinant, 0, False),
     "attention_log_determinant, epsilon": (lambda a, **o: attention_log_determinant(a, 1e-3, **o), 0, False),
+    "sink_score": (sink_score, 0, True),
+    "row_entropy": (row_entropy, 0, True),
+    "row_entropy, without key 1": (lambda a, **o: row_entropy(a, (1,), **o), 0, True),
+    "mean_look_back": (mean_look_back, 0, False),
+    "mean_look_back, without key 1": (lambda a, **o: mean_look_back(a, (1,), **o), 0, False),
+    "duplicate_token_score": (with_tokens(duplicate_token_score), 0, False),
+    "induction_score": (with_tokens(induction_score), 0, False),
+    "value_weighted_attention": (with_values(value_weighted_attention), 0, True),
 }
+# in their own tests: to these the extra key is not a key like the others
+SINK_IS_NO_TOKEN = (
+    "routing_split",
+    "entropy_bound",
+    "sink_score",
+    "row_entropy, without key 1",
+    "value_weighted_attention",
+)
+NOTHING_OF_ONE_TOKEN = ("prefix_capacity", "duplicate_token_score", "induction_score")
 EVERY = pytest.mark.parametrize("name", FUNCTIONS)
 
 
@@ -151,7 +186,7 @@ def test_sink_is_accepted_or_refused(make_pattern, name):
     if not rectangular:
         with pytest.raises(ValueError, match="rows='sink' adds a key"):
             call(block, rows="sink")
-    elif name not in ("routing_split", "entropy_bound"):  # their own tests: the sink needs a value
+    elif name not in SINK_IS_NO_TOKEN:
         completed = torch.cat([torch.full((5, 1), 0.5, dtype=torch.float64), block], -1)
         for field, expected in zip(fields(call(block, rows="sink")), fields(call(completed)), strict=True):
             assert torch.allclose(field, expected, atol=1e-7)
@@ -207,7 +242,7 @@ def test_a_single_token(name):
     if name not in ("tdo_spectrum, counting", "tdo_spectrum, positional"):  # these ask for two eigenvalues
         one = fields(call(torch.ones(2, 1, 1, dtype=torch.float64)))
         assert all(field.shape[0] == 2 for field in one)
-        assert name == "prefix_capacity" or not any(field.isnan().any() for field in one)
+        assert name in NOTHING_OF_ONE_TOKEN or not any(field.isnan().any() for field in one)
 
 
 @EVERY
