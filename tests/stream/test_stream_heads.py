@@ -318,6 +318,31 @@ def test_settings_tell_analyzers_apart():
     assert ap.MeanLookBack().variables["mean_look_back"]["units"] == "tokens"
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("trace", [False, True])
+def test_what_is_kept_does_not_grow_with_the_pattern(name, trace):
+    attention = random_attention(256, batch=1, heads=2)
+    analyzer = DIAGNOSTICS[name][0](trace=trace)
+    for rows in attention.chunks(list(range(0, 256, 32))):
+        if trace:
+            analyzer.trace_rows(rows)
+        analyzer.update(rows)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_of(analyzer)}
+    kept = sum(storage.nbytes() for storage in storages.values()) // 8
+    assert kept <= (2 * 256 + 16 if name.startswith("value") else 16)
+
+
+def tensors_of(thing):
+    """Every tensor reachable from an object."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        for value in thing.values():
+            yield from tensors_of(value)
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type):
+        yield from tensors_of(vars(thing))
+
+
 # -- through a probe ------------------------------------------------------------------------------------------
 
 
@@ -410,6 +435,47 @@ def test_a_bidirectional_host():
         np.testing.assert_allclose(alone.mean_look_back.sel(layer=1).values, distance[0], rtol=2e-5, atol=2e-5)
         for result in ds.data_vars:
             np.testing.assert_allclose(ds[result].values[i], alone[result].values[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("host", ["bridge", "transformers"])
+def test_some_heads_of_a_model(host):
+    (text,) = texts()[:1]
+    probe = ap.Probe(all_of_them(), heads=[3, 1], layers=[2])
+    model = bridge() if host == "bridge" else plain()
+    with probe.attach(model), torch.no_grad():
+        model(text[None])
+    ds = probe.results()
+    for result, (final, _) in of_text(text).items():
+        if result in ds:
+            expected = final[2, [3, 1]].numpy()
+            np.testing.assert_allclose(ds[result].values[0, 0], expected, rtol=2e-5, atol=2e-5, err_msg=result)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_host_whose_softmax_has_a_sink(side):
+    """Weights as they are for a sink score; the sink a key like the others, or left out, for an entropy."""
+    model = bridge("gpt_oss")
+    ids, mask = padded(texts(), side)
+    analyzers = [ap.SinkScore(), ap.RowEntropy(), ap.RowEntropy(exclude_sink=True), ap.MaximumScore()]
+    probe = ap.Probe(analyzers, rows="sink")
+    with probe.attach(model), torch.no_grad():
+        model(ids, attention_mask=mask)
+    ds = probe.results()
+    for i, text in enumerate(texts()):
+        _, cache = model.run_with_cache(text[None])
+        for layer in range(3):
+            pattern = cache[f"blocks.{layer}.attn.hook_pattern"][0].double()
+            scores = cache[f"blocks.{layer}.attn.hook_attn_scores"][0].double()
+            functional = ap.functional
+            expected = {
+                "sink_score": functional.sink_score(pattern, rows="sink"),
+                "row_entropy": functional.row_entropy(pattern, rows="sink"),
+                "row_entropy_without_sink": functional.row_entropy(pattern, (0,), rows="sink"),
+                "maximum_score": functional.maximum_score(scores, pattern, rows="sink"),
+            }
+            for result, value in expected.items():
+                found = ds[result].sel(layer=layer).values[i]
+                np.testing.assert_allclose(found, value, rtol=2e-5, atol=2e-5, err_msg=result)
 
 
 def test_embeddings_have_no_tokens_to_repeat():
