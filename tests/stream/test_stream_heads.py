@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import itertools
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from probe.support import FREE, bridge, padded
+from probe.support import FREE, bridge, fake_tokenizer, padded
 from stream.dense import Attention, feed, random_attention, traced
 from stream.heads import DIAGNOSTICS, dense, look_back
 from tiny import VOCAB, tiny_bridge, tiny_model
@@ -534,6 +535,37 @@ def test_hosts_that_show_true_scores(name, side):
             scores = cache[f"blocks.{layer}.attn.hook_attn_scores"][0].double()
             expected = scores.amax(-1).mean(-1)
             np.testing.assert_allclose(ds.maximum_score.sel(layer=layer).values[i], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_lens.HookedTransformer") is None,
+    reason="this transformer-lens has no HookedTransformer",
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_hooked_transformer(side):
+    """It hides keys by -inf in its scores."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    config = HookedTransformerConfig(
+        n_layers=2, d_model=32, d_head=8, n_heads=4, n_ctx=64, d_vocab=97, act_fn="gelu", initializer_range=0.3, seed=0
+    )
+    model = HookedTransformer(config).eval()
+    ids, mask = padded(texts(), side)
+    model.tokenizer = fake_tokenizer(bos_token_id=1, padding_side=side)
+    ds, _ = watched(model, lambda m: m(ids, attention_mask=mask), [*all_of_them(), ap.MaximumScore()])
+    for i, text in enumerate(texts()):
+        with torch.no_grad():
+            _, cache = model.run_with_cache(text[None])
+        for layer in range(2):
+            a, v = cache[f"blocks.{layer}.attn.hook_pattern"].double(), cache[f"blocks.{layer}.attn.hook_v"].double()
+            attention = Attention(a / a.sum(-1, keepdim=True), v, text[None])
+            scores = cache[f"blocks.{layer}.attn.hook_attn_scores"][0]
+            expected = {"maximum_score": scores.amax(-1).mean(-1)}
+            for diagnostic in TOGETHER:
+                expected |= {name: final[0] for name, (final, _) in definition(diagnostic, attention).items()}
+            for name in ds.data_vars:
+                found = ds[name].sel(layer=layer).values[i]
+                np.testing.assert_allclose(found, expected[name], rtol=3e-5, atol=3e-5, err_msg=name)
 
 
 def test_a_generation_on_scores():
