@@ -65,13 +65,15 @@ _EXPORTS: dict[str, str | None] = {
     "SampledMethod": "attnprobe.uncertainty",
     "Score": "attnprobe.uncertainty",
     "score": "attnprobe.uncertainty",
+    "polarity": None,
+    "polarity_study": "attnprobe.polarity",
     "load_model": "attnprobe.models",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from attnprobe import functional, integrations, metrics
+    from attnprobe import functional, integrations, metrics, polarity
     from attnprobe.analyzers import (
         TDO,
         Analyzer,
@@ -98,6 +100,7 @@ if TYPE_CHECKING:
     )
     from attnprobe.interventions import ablate, head_means
     from attnprobe.models import load_model
+    from attnprobe.polarity import polarity_study
     from attnprobe.probe import Probe
     from attnprobe.rows import Rows
     from attnprobe.uncertainty import (

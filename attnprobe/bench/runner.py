@@ -123,7 +123,7 @@ def describe(config: RunConfig) -> Record:
         methods=tuple(method.name for method in methods_of(config)),
         tasks=tuple(task.label for task in config.tasks),
         model=EMBEDDED_MODEL if config.model is None else str(config.model),
-        versions=(_versions(),),
+        versions=(library_versions(),),
     )
 
 
@@ -178,7 +178,8 @@ def _examples(config: RunConfig, task: int) -> list[Example]:
     return found
 
 
-def _versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """The versions of this package, Python and the libraries that numbers come from."""
     import attnprobe
 
     said = {"attnprobe": attnprobe.__version__, "python": platform.python_version()}

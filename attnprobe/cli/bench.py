@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from attnprobe.cli.errors import plain_errors
+from attnprobe.cli.sections import print_sections
 from attnprobe.text import visible
-
-if TYPE_CHECKING:
-    from attnprobe.bench.reporting import Report, Section
 
 app = typer.Typer(
     help="Score a model on whole tasks, and rank the methods by how well they tell good answers from bad ones.",
@@ -98,27 +93,6 @@ def report(
         for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
             if path is not None:
                 write(path)
-        _print(made)
-
-
-def _print(made: Report) -> None:
-    # No line is cut in a pipe, where somebody may look for a number in it.
-    out = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
-    for section in made.sections():
-        out.print(Text(visible(section.title), style="bold"), soft_wrap=True)
-        out.print(_table(section))
-        for note in section.notes:
-            out.print(Text(visible(note), style="dim"), soft_wrap=True)
-        out.print()
-    for notice in made.notices:
-        typer.echo(f"note: {visible(notice)}", err=True)
-
-
-def _table(section: Section) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column(Text(visible(str(section.frame.index.name or ""))), overflow="fold")
-    for column in section.frame.columns:
-        table.add_column(Text(visible(str(column))), justify="right")
-    for name, cells in section.frame.iterrows():
-        table.add_row(Text(visible(str(name))), *(Text(visible(str(cell))) for cell in cells))
-    return table
+        print_sections(made.sections())
+        for notice in made.notices:
+            typer.echo(f"note: {visible(notice)}", err=True)

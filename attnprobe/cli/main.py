@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from attnprobe.cli import bench, render
+from attnprobe.cli import bench, polarity, render
 from attnprobe.cli.errors import plain_errors
 
 __all__ = ["app", "main"]
@@ -27,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.command()(polarity.polarity)
 
 
 def main() -> None:
