@@ -22,6 +22,7 @@ _EXPORTS: dict[str, str | None] = {
     "functional": None,
     "metrics": None,
     "integrations": None,
+    "detection": None,
     "Rows": "attnprobe.rows",
     "Analyzer": "attnprobe.analyzers",
     "TDO": "attnprobe.analyzers",
@@ -73,7 +74,7 @@ _EXPORTS: dict[str, str | None] = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from attnprobe import functional, integrations, metrics, polarity
+    from attnprobe import detection, functional, integrations, metrics, polarity
     from attnprobe.analyzers import (
         TDO,
         Analyzer,
