@@ -241,6 +241,17 @@ def test_a_prompt_read_before_the_ablation_is_in_the_cache(host):
     assert not torch.allclose(found, plain, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sink_is_the_same_in_compatibility_mode(name):
+    model, (ids,) = tiny_bridge(name), tokens(9)
+    found = []
+    for mode in (model.enable_compatibility_mode, lambda: None):
+        with ap.ablate(model, CHOSEN, mode="sink"):
+            found.append(logits_of(model, ids[None]).log_softmax(-1))
+        mode()
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+
+
 # -- a HookedTransformer ---------------------------------------------------------------------------------------------
 
 
