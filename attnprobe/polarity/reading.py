@@ -65,8 +65,8 @@ def readings(answers: Sequence[LabelledAnswer], tokenizer: Any, max_tokens: int)
 
 
 def _reading(answer: LabelledAnswer, tokenizer: Any, max_tokens: int) -> Reading:
-    prompt = list(tokenizer(answer.prompt, verbose=False)["input_ids"])
-    completion = list(tokenizer(" " + answer.answer, add_special_tokens=False, verbose=False)["input_ids"])
+    prompt = list(tokenizer(answer.prompt)["input_ids"])
+    completion = list(tokenizer(" " + answer.answer, add_special_tokens=False)["input_ids"])
     keep = max_tokens - len(completion)
     if not prompt or not completion:
         return Reading(answer, prompt, completion, error="the tokenizer makes no token of the prompt or the answer")

@@ -156,4 +156,11 @@ def _notices(features: Sequence[Features]) -> list[str]:
         if one.failed:
             name, why = next(iter(one.failed.items()))
             said.append(f"{one.label}: {len(one.failed)} answers were left out; {name}: {why}.")
+        labels = one.answers.groupby("group")["label"].agg(["size", "nunique"])
+        alike = int(((labels["size"] > 1) & (labels["nunique"] == 1)).sum())
+        if alike:
+            said.append(
+                f"{one.label}: {alike} questions have several answers of one label, which p-values take for "
+                "independent of one another: they may be too small."
+            )
     return said

@@ -36,7 +36,7 @@ WORDS = (
 class WordTokenizer:
     """A token a word; `<s>` before a text unless special tokens are off."""
 
-    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         ids = [3 + zlib.crc32(word.encode()) % (VOCAB - 3) for word in text.split()]
         return {"input_ids": [1, *ids] if add_special_tokens else ids}
 

@@ -255,6 +255,14 @@ def test_a_study_of_two_data_sets_and_what_it_writes(tmp_path):
     np.testing.assert_allclose(both["auroc_1"], 1 - both["auroc_2"])
 
 
+def test_questions_of_one_label_are_said():
+    made = unpaired(22)
+    label = np.repeat(np.arange(50) % 2, 2)
+    study = study_of([features(made.values, label, np.repeat(np.arange(50), 2), made.answers["tokens"])], ROUGH)
+    assert "50 questions have several answers of one label" in study.notices[0]
+    assert study_of([made], ROUGH).notices == ()
+
+
 def test_the_same_seed_gives_the_same_study():
     one, two, other = (
         polarity_of(paired(19), StudySettings(resamples=20, permutations=99, seed=seed)).table for seed in (0, 0, 1)
