@@ -189,11 +189,9 @@ def _readings(
         .reshape(len(good), len(layers), -1)
         for name in names
     }
-    described_texts = good.reset_index()[["id", "prompt_tokens"]].rename(
-        columns={"id": "name", "prompt_tokens": "tokens"}
-    )
+    read = good.reset_index()[["id", "prompt_tokens"]].rename(columns={"id": "name", "prompt_tokens": "tokens"})
     return Readings(
-        texts=described_texts,
+        texts=read.astype({"tokens": int}),
         values=values,
         described={name: described.get(name, {}) for name in names},
         layers=layers,
