@@ -68,13 +68,15 @@ _EXPORTS: dict[str, str | None] = {
     "score": "attnprobe.uncertainty",
     "polarity": None,
     "polarity_study": "attnprobe.polarity",
+    "atlas": None,
+    "head_atlas": "attnprobe.atlas",
     "load_model": "attnprobe.models",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from attnprobe import detection, functional, integrations, metrics, polarity
+    from attnprobe import atlas, detection, functional, integrations, metrics, polarity
     from attnprobe.analyzers import (
         TDO,
         Analyzer,
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
         TransportCapacity,
         ValueWeightedAttention,
     )
+    from attnprobe.atlas import head_atlas
     from attnprobe.interventions import ablate, head_means
     from attnprobe.models import load_model
     from attnprobe.polarity import polarity_study

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from attnprobe.cli import bench, polarity, render
+from attnprobe.cli import bench, heads, polarity, render
 from attnprobe.cli.errors import plain_errors
 
 __all__ = ["app", "main"]
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command()(polarity.polarity)
+app.command()(heads.heads)
 
 
 def main() -> None:
