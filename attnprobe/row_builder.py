@@ -42,7 +42,8 @@ class RowBuilder:
         queries, keys = self._queries, self._keys
         given = parts["pattern"]
         position = queries.positions(start, new, given.device)
-        pattern = columns_by_slot(given, start + new if self._is_self else given.shape[-1])
+        slots = start + new if self._is_self else given.shape[-1]
+        pattern = columns_by_slot(given, slots)
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
         if queries.padded:
             pattern = torch.where((position >= 0)[:, None, :, None], pattern, 0.0)
@@ -61,8 +62,8 @@ class RowBuilder:
         if self._policy == "sink":
             fields["sink"] = (1 - total).clamp_min(0.0)
         if "scores" in parts:
-            scores = columns_by_slot(parts["scores"], pattern.shape[-1]).to(dtype)
-            fields["scores"] = _by_position(scores, keys) if keys.padded else scores
+            scores = columns_by_slot(parts["scores"], slots, -torch.inf).to(dtype)
+            fields["scores"] = _by_position(scores, keys, -torch.inf) if keys.padded else scores
         n_keys = given.shape[-1]
         return self._rows(parts, n_heads, start, new, n_keys, dtype, pattern=pattern, position=position, **fields)
 
@@ -155,15 +156,19 @@ class RowBuilder:
         return None
 
 
-def columns_by_slot(square: Float[Tensor, "batch head query key"], slots: int) -> Tensor:
-    """Columns by slot. A sliding window shows the last keys only; a static cache shows slack after the last one."""
+def columns_by_slot(square: Float[Tensor, "batch head query key"], slots: int, absent: float = 0.0) -> Tensor:
+    """Columns by slot. A sliding window shows the last keys only; a static cache shows slack after the last one.
+
+    `absent` stands for columns that are not shown.
+    """
     n_key = square.shape[-1]
     if n_key > slots:
         return square[..., :slots]
-    return torch.nn.functional.pad(square, (slots - n_key, 0)) if n_key < slots else square
+    return torch.nn.functional.pad(square, (slots - n_key, 0), value=absent) if n_key < slots else square
 
 
-def _by_position(square: Tensor, keys: Sequences) -> Tensor:
+def _by_position(square: Tensor, keys: Sequences, absent: float = 0.0) -> Tensor:
     order, real = keys.key_order(square.shape[-1], square.device)
     index = order[:, None, None, :].expand(*square.shape[:3], order.shape[1])
-    return square.gather(-1, index) * real[:, None, None, :]
+    # not a product: pre-softmax scores are infinite where a row may not look
+    return torch.where(real[:, None, None, :], square.gather(-1, index), absent)

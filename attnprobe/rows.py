@@ -70,7 +70,8 @@ class Rows:
         z: [batch, query, head, d] head outputs `pattern @ v`.
         v, k: [batch, new_key, kv_head, d] values and keys of the new keys; q: [batch, query, head, d].
         key_position: [batch, new_key] positions of v and k, -1 for padding.
-        scores: [batch, head, query, key] pre-softmax scores.
+        scores: [batch, head, query, key] pre-softmax scores; -inf at keys that are not there, and what the host puts
+            where a row may not look (-inf, a large negative number, or the score before the mask: see the pattern).
         kv_head: [head] the key/value head each watched head reads.
         factors: queries and keys that the pattern is computed from, where the host shows them in place of one.
         given_sums: `sums()` of these rows, where they are known already.

@@ -242,11 +242,13 @@ class SiteStream:
 
 
 def _joined(rows: list[Tensor], name: str, start: int) -> Tensor:
-    """Decode rows, one tensor each, as one chunk; rows of a pattern by slot, zeros beyond their own."""
+    """Decode rows, one tensor each, as one chunk; rows of a pattern by slot, nothing beyond their own."""
     if name not in _SQUARE:
         return torch.cat(rows, 1)
-    by_slot = [columns_by_slot(row, start + i + 1) for i, row in enumerate(rows)]
-    return torch.cat([torch.nn.functional.pad(row, (0, start + len(rows) - row.shape[-1])) for row in by_slot], 2)
+    absent = -torch.inf if name == "scores" else 0.0
+    by_slot = [columns_by_slot(row, start + i + 1, absent) for i, row in enumerate(rows)]
+    slots = start + len(rows)
+    return torch.cat([torch.nn.functional.pad(row, (0, slots - row.shape[-1]), value=absent) for row in by_slot], 2)
 
 
 def _checked(analyzer: Analyzer, batch: int, n_keys: int) -> dict[str, Tensor]:

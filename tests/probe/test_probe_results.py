@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from probe.support import FREE, bridge, everything, tokens
+from probe.support import FREE, bridge, everything, padded, tokens
 
 import attnprobe as ap
 
@@ -212,6 +212,37 @@ def test_the_landscape_of_sequences_of_different_length():
         n = len(sequence) - 1
         np.testing.assert_allclose(ds.landscape.sel(layer=1)[i, :, :n], expected, rtol=1e-5, atol=1e-5)
         assert ds.landscape.sel(layer=1)[i, :, n:].isnull().all()
+
+
+class Softmax(ap.Analyzer):
+    """How far the softmax of the scores is from the pattern."""
+
+    needs = ("pattern", "scores")
+
+    def update(self, rows):
+        causal = torch.arange(rows.n_key) <= rows.position.clamp_min(0)[:, None, :, None]
+        scores = torch.where(causal, rows.scores, -torch.inf)
+        real = rows.valid[:, None, :, None]
+        off = torch.where(real, (scores.softmax(-1) - rows.pattern).abs(), 0.0).amax((-2, -1))
+        self.accumulate(off=off)
+
+    def compute(self):
+        return {"off": self.total["off"]}
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_scores_are_those_before_the_softmax_in_a_padded_batch(name, side):
+    model = bridge(name)
+    ids, mask = padded(tokens(9, 5), side)
+    probe = ap.Probe([Softmax()])
+    with probe.attach(model), torch.no_grad():
+        model(ids, attention_mask=mask)
+        if side == "left":
+            model.generate(tokens(6)[0][None], max_new_tokens=40, **FREE)
+    off = probe.results().off.values
+    assert off.shape[0] == (3 if side == "left" else 2)
+    np.testing.assert_allclose(off, 0.0, atol=2e-5)
 
 
 @pytest.mark.parametrize("measure", ["zipf", "unembedding"])
