@@ -68,7 +68,7 @@ class Kept:
             aside = path.with_name(f"_damaged-{path.name}")
             os.replace(path, aside)
             warnings.warn(
-                f"{path.name} is damaged: it is kept as {aside.name}, and its texts are read again.", stacklevel=5
+                f"{path.name} is damaged: it is kept as {aside.name}, and its texts are read again.", stacklevel=6
             )
             return
         self.rows.update(zip(keys.tolist(), values, strict=True))
