@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from polarity.labelled import features, pairs, reader, words
+from scipy.stats import mannwhitneyu
 from sklearn.metrics import roc_auc_score
 
 from attnprobe.metrics import bootstrap, length_controlled_auroc
@@ -23,6 +24,7 @@ from attnprobe.polarity import (
 )
 from attnprobe.polarity.features import QUANTITIES
 from attnprobe.polarity.reversal import reversal_p
+from attnprobe.polarity.study import one_sided
 
 QUICK = StudySettings(resamples=40, permutations=499)
 ROUGH = StudySettings(resamples=2, permutations=199)
@@ -71,6 +73,33 @@ def test_p_values_are_uniform_without_an_effect(at):
             share, slack = share_below(heads_of(found, kind), at)
             # p-values of within-question counts are coarse, so that fewer than `at` may lie below it
             assert at - slack - (0.1 if kind == "question" else 0.02) < share < at + slack + 0.01
+
+
+def test_small_p_values_are_those_of_rank_sums():
+    """Far out in the tail no permutation comes near; the normal limit of the rank sum says how far."""
+    generator = np.random.default_rng(23)
+    label = np.arange(200) % 2
+    values = {q: generator.normal(size=(200, 5, 5)) + 0.7 * label[:, None, None] for q in QUANTITIES}
+    found = polarity_of(features(values, label, np.arange(200), np.ones(200)), StudySettings(resamples=2))
+    p = found.comparisons["plain"].p_value
+    heads = (found.names["level"] == "head").to_numpy()
+    first = found.names[heads & (found.names["quantity"] == "phi")].index
+    for feature, x in zip(first, values["phi"].reshape(200, -1).T, strict=True):
+        reference = mannwhitneyu(x[label == 1], x[label == 0], use_continuity=False, method="asymptotic").pvalue
+        assert np.log10(p[feature]) == pytest.approx(np.log10(reference), abs=0.25)
+    assert p[first].min() < 1e-5
+
+
+def test_one_sided_counts_where_there_is_something_to_count():
+    null = np.random.default_rng(24).normal(size=(999, 3))
+    up, down = one_sided(np.array([1.0, 9.0, np.nan]), null)
+    assert up[0] == (1 + (null[:, 0] >= 1).sum()) / 1000
+    assert down[0] == (1 + (null[:, 0] <= 1).sum()) / 1000
+    assert up[1] < 1e-12
+    assert down[1] == 1.0
+    assert np.isnan([up[2], down[2]]).all()
+    same, _ = one_sided(np.array([0.5]), np.full((99, 1), 0.5))
+    assert same[0] == 1.0
 
 
 def test_length_alone_makes_no_length_controlled_effect():
