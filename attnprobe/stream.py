@@ -238,6 +238,8 @@ class SiteStream:
         for i, prototype in enumerate(self._prototypes):
             if getattr(prototype, "scope", "prefix") != "prefix":
                 self._analyzers[i] = prototype.start(pool, self._leverage)
+        for analyzer in self._analyzers:
+            analyzer.begin_generation()
         self._tracer = Tracer(self._analyzers)
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -173,7 +173,13 @@ class Analyzer:
         cls: type[A], analyzers: Sequence[A], rows: Rows
     ) -> dict[str, Float[Tensor, "batch head query"]]:
         """`trace_rows` of several of this class at one site. A class that can compute them together overrides it."""
-        return {name: value for analyzer in analyzers for name, value in analyzer.trace_rows(rows).items()}
+        values: dict[str, Tensor] = {}
+        for analyzer in analyzers:
+            add_traces(values, analyzer.trace_rows(rows))
+        return values
+
+    def begin_generation(self) -> None:
+        """The prompt has grown (a chat goes on): what is counted within the generation begins again."""
 
     def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
         """Traces that are known only once all rows have come: the values at every row that `trace_rows` was shown."""
@@ -186,6 +192,26 @@ class Analyzer:
     def __repr__(self) -> str:
         settings = ", ".join(f"{k}={v!r}" for k, v in self.__dict__.items() if not k.startswith("_"))
         return f"{type(self).__name__}({settings})"
+
+
+def add_traces(values: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Put traces in, by name.
+
+    Raises:
+        ValueError: another analyzer has traced something else under the same name.
+    """
+    for name, value in more.items():
+        if name in values and not torch.equal(values[name].nan_to_num(), value.nan_to_num()):
+            refuse_two(name)
+        values[name] = value
+
+
+def refuse_two(name: str) -> NoReturn:
+    """Raise where two analyzers of one site trace different things under one name."""
+    raise ValueError(
+        f"two analyzers both trace {name!r} and their values differ: give one result another name, or use two probes "
+        "(two calls of score)."
+    )
 
 
 class Totals(dict[str, Tensor]):

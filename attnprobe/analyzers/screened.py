@@ -102,6 +102,9 @@ class ScreenedTrace(Analyzer):
     def compute(self) -> dict[str, Tensor]:
         return {}
 
+    def begin_generation(self) -> None:
+        self._rows.begin_generation()
+
     def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
         return self._rows.values()
 

@@ -73,6 +73,13 @@ class ScreenedRows(Statistic):
         """Let one more `ScreenedTrace` have what it needs. All are known before the first rows."""
         self._asked.setdefault(screening.key, screening)
 
+    def begin_generation(self) -> None:
+        """The prompt has grown: rows that were traced are a part of it now."""
+        self._values = None
+        self._traced = 0
+        if self._followed is not None:
+            self._followed = _Followed(list(self._asked.values()), self._followed)
+
     def trace(self, rows: Rows) -> None:
         """Take the next rows, with a value wanted at each."""
         if rows.serial != self._last_rows:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnprobe.analyzers.base import Analyzer
+from attnprobe.analyzers.base import Analyzer, add_traces, refuse_two
 from attnprobe.functional.gram import ROWS_PER_PASS
 from attnprobe.rows import Rows
 
@@ -72,8 +72,10 @@ class Tracer:
             values: dict[str, Tensor] = {}
             for (_, stride), some in self._together.items():
                 traced = _trace(some, part, asked[stride], low)
-                self._stride |= dict.fromkeys(traced, stride)
-                values |= traced
+                for name in traced:
+                    if self._stride.setdefault(name, stride) != stride:
+                        refuse_two(name)
+                add_traces(values, traced)
             for stride, at in asked.items():
                 if at is not None:
                     self._asked.setdefault(stride, []).append(at.mask[:, low:high])
@@ -94,8 +96,17 @@ class Tracer:
             if self._stride[name] > 1:
                 trace[name] = _held(trace[name], torch.cat(self._asked[self._stride[name]], 1))
         for analyzer in self._traced:
-            trace |= analyzer.late_trace()
+            late = analyzer.late_trace()
+            trace |= {name: _last_rows(value, position.shape[1]) for name, value in late.items()}
         return trace, position
+
+
+def _last_rows(value: Float[Tensor, "batch head row"], n_rows: int) -> Float[Tensor, "batch head row"]:
+    """The last rows; NaN before those that there are: what came before a prompt was complete has no value."""
+    missing = n_rows - value.shape[-1]
+    if missing <= 0:
+        return value[..., -missing:]
+    return torch.nn.functional.pad(value, (missing, 0), value=torch.nan)
 
 
 @dataclass(frozen=True)

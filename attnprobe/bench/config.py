@@ -64,7 +64,7 @@ class MethodConfig(BaseModel):
     """A score with settings of its own: `{name: SAUQ, measure: counting, label: "SAUQ counting"}`.
 
     Attributes:
-        name: as in `attnprobe.uncertainty.method_names()`.
+        name: as in `attnprobe.uncertainty.method_names()`, or "module:Class".
         label: how it is called in the results; the method's own name by default.
 
     Every other key is an argument of the method.

@@ -6,18 +6,15 @@ names the others.
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 import re
 import string
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from attnprobe.bench.example import Example
 from attnprobe.bench.extra import need
+from attnprobe.bench.own_code import imported
 
 WITHOUT_A_MODEL = ("rouge_l", "token_f1", "exact_match", "contains")
 WITH_ALIGNSCORE = ("alignscore", "alignscore_source")
@@ -177,28 +174,11 @@ def _said(text: str) -> str:
 
 
 def _imported(name: str) -> Quality:
-    module_name, _, attribute = name.partition(":")
-    try:
-        found: Any = _import_module(module_name)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:
-        # Importing runs the user's module, which may raise anything.
-        raise ValueError(f"the quality {name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = imported(name, "the quality")
     if not callable(found):
         raise ValueError(f"the quality {name!r} is a {type(found).__name__}, not a function of an example and a text")
     function: Quality = found
     return function
-
-
-def _import_module(name: str) -> Any:
-    # The folder of an installed command is on the path, and not the one that the user is in.
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(here)
 
 
 def _checked(name: str, quality: Quality) -> Quality:

@@ -85,6 +85,9 @@ def rank(answers: pd.DataFrame, methods: Sequence[str], settings: Settings) -> t
 
     from attnprobe import metrics
 
+    if answers.empty:
+        figures = {"method": list(methods), **dict.fromkeys((*FIGURES, "length_correlation"), float("nan"))}
+        return pd.DataFrame(figures), ["there are no answers yet."]
     scores = {method: answers[method].to_numpy(np.float64) for method in methods}
     baseline = settings.baseline if settings.baseline in scores else None
     with _notices() as notices:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnprobe.bench import published
 from attnprobe.bench.ranking import FIGURES, METRICS, Settings, mean_rank, rank
-from attnprobe.bench.store import Record, read_record, read_rows
+from attnprobe.bench.store import Record, read_asked, read_record, read_rows
 from attnprobe.bench.tables import Section, latex, markdown
 
 if TYPE_CHECKING:
@@ -172,6 +172,17 @@ class _Run:
     record: Record
     rows: pd.DataFrame
     damaged: int
+    asked: dict[str, int]
+
+    def missing(self, task: str) -> str | None:
+        """A sentence about a task that is not done; None where it is."""
+        there, asked = int((self.rows["task"] == task).sum()), self.asked.get(task, 0)
+        if there >= asked:
+            return None
+        return (
+            f"{task}: {there} of {asked} rows are there. The longest prompts are asked first, so that these are not "
+            "like all: run it to its end."
+        )
 
     def answers(self, task: str) -> pd.DataFrame:
         return self.rows[(self.rows["task"] == task) & self.rows["error"].isna()]
@@ -212,7 +223,7 @@ def _published_name(method: str, configured: dict[str, Any]) -> str:
 def _read(folder: Path) -> _Run:
     record = read_record(folder)
     found = read_rows(folder)
-    return _Run(folder, record, found.frame(record.methods), len(found.damaged))
+    return _Run(folder, record, found.frame(record.methods), len(found.damaged), read_asked(folder))
 
 
 def _figures(run: _Run, settings: Settings) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -224,6 +235,7 @@ def _figures(run: _Run, settings: Settings) -> tuple[pd.DataFrame, pd.DataFrame,
     tables, counts = [], []
     for task, kind in run.kinds.items():
         table, said = rank(run.answers(task), methods, settings)
+        notices += [sentence for sentence in [run.missing(task)] if sentence is not None]
         notices += [f"{task}: {sentence}" for sentence in said]
         tables.append(table.assign(task=task, published=_beside(run, kind, settings)))
         counts.append(_counts(run, task))

@@ -63,8 +63,18 @@ class Results:
         errors = self.frame["error"].dropna()
         return None if errors.empty else str(errors.iloc[0])
 
+    @property
+    def empty(self) -> int:
+        """How many answers have no text: the model ended at once, or began with what ends an answer."""
+        return int((self.frame["text"].fillna("x").str.strip() == "").sum())
+
     def __str__(self) -> str:
         said = f"{self.rows} rows in {self.output} ({self.new} of them new)"
+        if self.empty:
+            said += (
+                f"; {self.empty} answers are empty (does the model expect its chat template, `chat: true`, or begin "
+                "with what ends an answer, `stop`?)"
+            )
         return f"{said}; {self.failed} failed, the first of them so: {self.first_error}" if self.failed else f"{said}."
 
 
@@ -109,6 +119,7 @@ def run(
             notices.append(f"{again} rows that had failed are done again.")
         before = len(store.done)
         examples = [_examples(config, task)[:limit] for task in range(len(config.tasks))]
+        store.expect({task.label: len(found) for task, found in zip(config.tasks, examples, strict=True)})
         _work(config, store, examples, progress)
         return Results(config.output, record, tuple(notices), len(store.done) - before)
 

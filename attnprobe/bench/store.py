@@ -1,6 +1,7 @@
 """Results on disk: a folder that a run writes batch by batch, and that another run can go on with.
 
     run.json                    what was asked, by which versions
+    asked.json                  how many rows of each task the last run went for
     rows/part-000001.parquet    the rows of one batch; `pandas.read_parquet(folder / "rows")` reads them all
     .lock                       held while a run writes; the system lets go of it when the process dies
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROWS = "rows"
 RUN = "run.json"
+ASKED = "asked.json"
 _LOCK = ".lock"
 _PART = re.compile(r"part-(\d{6,})\.parquet")
 _NUMBERED = re.compile(r"part-(\d{6,})")
@@ -117,6 +119,11 @@ class Store:
             self.done |= set(new)
         return len(new)
 
+    def expect(self, rows: Mapping[str, int]) -> None:
+        """Note how many rows of each task the run goes for, so that a report can say what is missing."""
+        said = json.dumps(dict(rows), indent=1)
+        _replace(self.folder / ASKED, lambda partial: partial.write_text(said + "\n", encoding="utf-8"))
+
     def forget_failed(self) -> int:
         """Take the failed rows out, so that they are done again; returns how many there were."""
         forgotten = 0
@@ -203,6 +210,15 @@ def read_record(folder: str | os.PathLike[str]) -> Record:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"{RUN} in {str(folder)!r} is damaged ({error!r}).") from None
+
+
+def read_asked(folder: str | os.PathLike[str]) -> dict[str, int]:
+    """How many rows of each task the last run went for; nothing where it did not say."""
+    try:
+        said = json.loads((Path(folder) / ASKED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(task): int(n) for task, n in said.items()} if isinstance(said, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,25 @@ def run(
 
 
 @app.command()
+def prompts(
+    config: Annotated[Path, typer.Argument(help="The YAML file of a run.")],
+    count: Annotated[int, typer.Option("--count", "-n", min=1, help="How many prompts of each task.")] = 1,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show the first prompts of every task as the model will get them, few-shot examples and all. Loads no model."""
+    with plain_errors(debug):
+        from attnprobe.bench.config import load_config
+        from attnprobe.bench.tasks import examples
+
+        settings = load_config(config)
+        for task in settings.tasks:
+            for example in examples(task, seed=settings.seed)[:count]:
+                answers = visible(str(list(example.references)))
+                typer.echo(f"--- {visible(task.label)}, {visible(example.id)}; answers: {answers}")
+                typer.echo("\n".join(visible(line) for line in example.prompt.split("\n")))
+
+
+@app.command()
 def report(
     outputs: Annotated[list[Path], typer.Argument(help="Output folders of one run or several.")],
     csv: Annotated[Path | None, typer.Option("--csv", help="Write every figure to this file, a line each.")] = None,

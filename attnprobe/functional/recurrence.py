@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Softmax outputs and ratios may end a rounding error above 1.
-_ABOVE_ONE = 1e-6
+ABOVE_ONE = 1e-6
 
 
 def recurrent_confidence(
@@ -45,7 +45,7 @@ def recurrent_confidence(
     Source: RAUQ (2505.20045), the recurrent confidence score; [SG] with the participation ratio as signal.
     """
     _check_floating(probability, "probability")
-    if not ((probability >= 0) & (probability <= 1 + _ABOVE_ONE)).all():
+    if not ((probability >= 0) & (probability <= 1 + ABOVE_ONE)).all():
         raise ValueError("probability must lie in [0, 1] at every step, without NaN.")
     dtype = torch.promote_types(probability.dtype, torch.float32)
     # The logarithm of a float32 probability is taken in float64: c must not be off by the rounding of log c.
@@ -103,7 +103,7 @@ def recurrent_log_confidence(
     if (own.isnan() | own.isposinf()).any():
         raise ValueError("log_probability must be finite or -inf at every step, without NaN.")
     used = carried[..., 1:]
-    if not ((used >= 0) & (used <= 1 + _ABOVE_ONE)).all():
+    if not ((used >= 0) & (used <= 1 + ABOVE_ONE)).all():
         raise ValueError("signal must lie in [0, 1] at every step but the first, without NaN.")
     dtype = torch.promote_types(log_probability.dtype, torch.promote_types(signal.dtype, torch.float32))
     return _recur(own, carried.log(), alpha).to(dtype)

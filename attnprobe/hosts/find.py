@@ -21,5 +21,6 @@ def host_of(model: Any) -> Host:
         return TransformersHost(model)
     raise TypeError(
         f"a probe attaches to a transformers model, or to one with named hook points (`hook_dict`) such as a "
-        f"TransformerBridge, a HookedTransformer or any HookedRootModule; {type(model).__name__} is neither."
+        f"TransformerBridge, a HookedTransformer or any HookedRootModule; {type(model).__name__} is neither"
+        + (f": load one by its name with attnprobe.load_model({model!r})." if isinstance(model, str) else ".")
     )

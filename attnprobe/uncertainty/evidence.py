@@ -94,8 +94,9 @@ class Evidence:
         """
         if name not in self.traces:
             raise ValueError(
-                f"this score reads the trace of {name!r} and the probe kept none: make the probe with the score's own "
-                "analyzers (`score.probe()`, or `Probe([*score.analyzers(), ...], logits=True)`)."
+                f"this score reads the trace of {name!r} and there is none (there are {', '.join(self.traces) or 'no'} "
+                "traces): is the name that of a result, has the analyzer trace=True, and was the probe made with the "
+                "score's own analyzers (`score.probe()`, or `Probe([*score.analyzers(), ...], logits=True)`)?"
             )
         missing = sorted(set(layers) - set(self.layers))
         if missing:

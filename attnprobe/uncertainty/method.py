@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from attnprobe.analyzers.base import Analyzer
 from attnprobe.probe import Probe
@@ -104,9 +105,13 @@ class Method:
 
         Raises:
             ValueError: traces or token probabilities are missing.
+            TypeError: tokens that are no ids [batch, step].
         """
         if tokens is not None:
-            probe.last_tokens(tokens[:, -1])
+            ids = torch.as_tensor(tokens) if isinstance(tokens, torch.Tensor | np.ndarray | list) else None
+            if ids is None or ids.ndim != 2 or ids.is_floating_point():
+                raise TypeError("tokens are the generated ids [batch, step], whole numbers; give no text here.")
+            probe.last_tokens(ids[:, -1])
         results = probe.results()
         chosen = range(results.sizes["sequence"]) if sequences is None else sequences
         return [self.assess(Evidence.of(results, i)) for i in chosen]

@@ -20,13 +20,14 @@ An object of it goes into `score(model, prompts, methods=[SelfAttentionUQ()])`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 import torch
 
-from attnprobe.functional.recurrence import recurrent_log_confidence
+from attnprobe.functional.recurrence import ABOVE_ONE, recurrent_log_confidence
 from attnprobe.functional.screening import first_largest
-from attnprobe.probe_settings import middle_layers
+from attnprobe.probe_settings import check_layers, middle_layers
 from attnprobe.uncertainty.evidence import Evidence
 from attnprobe.uncertainty.method import Assessment, LayerTrace, Method
 
@@ -54,12 +55,12 @@ class Recurrent(Method):
     signal: str
 
     def __init__(self, *, alpha: float = 0.2, layers: str | Sequence[int] = "middle") -> None:
-        if not 0 <= alpha <= 1:
-            raise ValueError(f"alpha={alpha} weighs a probability against a carried confidence: use 0 to 1.")
+        if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 <= alpha <= 1:
+            raise ValueError(f"alpha={alpha!r} weighs a probability against a carried confidence: use 0 to 1.")
         if isinstance(layers, str) and layers not in ("middle", "all"):
             raise ValueError(f"layers={layers!r}: use 'middle', 'all' or a list of layer numbers.")
-        self.alpha = alpha
-        self.layers = layers if isinstance(layers, str) else tuple(int(layer) for layer in layers)
+        self.alpha: float = float(alpha)
+        self.layers = check_layers(layers)
 
     def signals(self, evidence: Evidence, layers: tuple[int, ...]) -> np.ndarray:
         """[layer, head, step] routing signals s_t in [0, 1]; step 1 is not used.
@@ -100,6 +101,7 @@ class Recurrent(Method):
                 f"{self.name} has no signal of the head it reads at some step: let the probe follow one generation "
                 "as a whole, and pass as many tokens as were generated."
             )
+        _check_range(self.name, signal, layers, [evidence.heads[head] for head in heads])
         weights = np.broadcast_to(self.log_weights(evidence), signal.shape)
         log_confidence = recurrent_log_confidence(
             torch.from_numpy(weights.copy()), torch.from_numpy(signal.copy()), self.alpha
@@ -118,6 +120,17 @@ class Recurrent(Method):
         if self.layers == "all":
             return evidence.attention_layers
         return tuple(int(layer) for layer in self.layers)
+
+
+def _check_range(name: str, signal: np.ndarray, layers: Sequence[int], heads: Sequence[int]) -> None:
+    """Raise where a signal [layer, step] that is used is no share."""
+    wrong = (signal[:, 1:] < 0) | (signal[:, 1:] > 1 + ABOVE_ONE)
+    if wrong.any():
+        i, step = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"the signal of {name} is {signal[i, step + 1]:.6g} in layer {layers[i]}, head {heads[i]}, step "
+            f"{step + 2}: a routing signal is a number from 0 to 1."
+        )
 
 
 def largest_head(values: np.ndarray, tolerance: float) -> np.ndarray:

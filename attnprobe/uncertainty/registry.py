@@ -57,7 +57,8 @@ def method_named(name: str) -> AnyMethod:
     """
     known: dict[str, Callable[[], AnyMethod]] = {**_METHODS, **_SAMPLED}
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
+        lower = {one.lower(): one for one in known}
+        near = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=1)]
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"there is no method {name!r}: {hint}there are {', '.join(known)}.")
     return known[name]()

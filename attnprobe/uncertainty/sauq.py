@@ -15,7 +15,8 @@ class SAUQ(ScreenedRecurrent):
 
         c_1 = p_1,    c_t = alpha p_t + (1 - alpha) s_t c_{t-1},    U_l = 1 - (1/T) sum_t log c_t,    U = max_l U_l
 
-    c_t is the running confidence, so U is at least 1, where the model was sure of everything.
+    c_t is the running confidence. U is at least 1, and 1 only where every p_t and s_t is 1. Signals are small, so that
+    U is near 1 + Perplexity + (T - 1)/T log(1/alpha): compare answers of like length.
 
     The head of a layer is the one whose generation block (rows and columns of the generated tokens, rows renormalised)
     has the largest participation ratio; ties go to the lowest head; with a single token, the largest ratio of the

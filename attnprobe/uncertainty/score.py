@@ -92,13 +92,14 @@ def score(
     Sampled methods draw further answers to the prompt, which share its cache and one set of samples.
 
     Args:
-        model: TransformerBridge or HookedTransformer, such as `load_model()` gives.
+        model: what `load_model` gives: a TransformerBridge or HookedTransformer, or a plain transformers decoder.
         prompts: a string, a list of strings, or a list of token-id lists. Strings are tokenized as the tokenizer does
             by itself.
         methods: names (`attnprobe.uncertainty.method_names()`) or objects such as `SAUQ(measure="counting")`.
         completions: answers to score instead of generating, one for each prompt; strings (tokenized apart from the
-            prompt, without special tokens: begin them with the space that parts them) or token-id lists.
-        max_new_tokens: length limit of generated answers.
+            prompt, without special tokens: begin them with the space that parts them) or token-id lists. A generated
+            answer ends with the end-of-text token; a given one has it only if you write it.
+        max_new_tokens: length limit of generated answers, 20 tokens.
         chat: put each string into the model's chat template as the user's message.
         batch_size: prompts a forward, and samples a forward; greedy answers and their numbers do not depend on it.
         do_sample, temperature, top_k, top_p, seed: sampling; greedy by default, whatever the checkpoint's settings
@@ -400,6 +401,8 @@ def _stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 def _strings(stop: str | Sequence[str] | None) -> list[str]:
     if stop is None:
         return []
+    if not isinstance(stop, str | list | tuple):
+        raise TypeError(f"stop={stop!r}: give a string or a list of strings.")
     return [stop] if isinstance(stop, str) else list(stop)
 
 

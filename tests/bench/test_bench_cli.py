@@ -175,6 +175,78 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_prompts_of_a_run_are_shown(tmp_path, model):
+    data = tmp_path / "first.jsonl"
+    path = write_config(tmp_path, model, tasks=[task(data, "first", template="Q: {question} A: {answer}", shots=2)])
+    done = run("prompts", path, "-n", "2")
+    assert done.exit_code == 0, done.output
+    heads = [line for line in done.stdout.splitlines() if line.startswith("---")]
+    assert [line.split(";")[0] for line in heads] == ["--- first, q2", "--- first, q3"]
+    assert done.stdout.count("Q: ") == 6
+    assert done.stdout.splitlines()[3].endswith(" A:")
+    assert not (tmp_path / "out").exists()
+
+
+OWN = """
+import attnprobe as ap
+
+class Own(ap.Recurrent):
+    name, signal = "Own", "self_attention"
+
+    def analyzers(self):
+        return [ap.SelfAttention(final=False, trace=True)]
+
+class Nameless(Own):
+    name = None
+
+nothing = 3
+"""
+
+
+def test_a_score_of_ones_own_is_named_by_its_place(tmp_path, model, monkeypatch):
+    (tmp_path / "own_scores.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    methods = ["own_scores:Own", {"name": "own_scores:Own", "alpha": 0.5, "label": "half"}, "Perplexity"]
+    path = write_config(tmp_path, model, rows=5, methods=methods)
+    done = run("run", path)
+    assert done.exit_code == 0, done.output
+    frame = runner.results(tmp_path / "out").frame
+    assert frame[["Own", "half", "Perplexity"]].notna().all().all()
+    assert (frame["Own"] != frame["half"]).any()
+    for wrong, said in (
+        ("own_scores:nothing", "is no class of scores"),
+        ("own_scores:Nameless", "has no name"),
+        ("own_scores:Missing", "cannot be imported"),
+        ("no_such_scores:Own", "cannot be imported: ModuleNotFoundError"),
+    ):
+        failed = run("run", write_config(tmp_path, model, methods=[wrong]))
+        assert failed.exit_code == 2
+        assert said in failed.stderr
+
+
+def test_a_report_of_half_a_run_says_so(tmp_path, model):
+    path = write_config(tmp_path, model, rows=9)
+    runner.run(path)
+    done = run("report", tmp_path / "out", "--resamples", "20")
+    assert "rows are there" not in done.output
+    parts = sorted((tmp_path / "out" / "rows").glob("part-*.parquet"))
+    for part in parts[1:]:
+        part.unlink()
+    done = run("report", tmp_path / "out", "--resamples", "20")
+    assert done.exit_code == 0, done.output
+    assert "first: 4 of 9 rows are there. The longest prompts are asked first" in done.output
+    assert "second: there are no answers yet." in done.output
+
+
+def test_empty_answers_are_said(tmp_path, model, monkeypatch):
+    done = runner.run(write_config(tmp_path, model, rows=5))
+    frame = done.frame.copy()
+    frame.loc[frame.index[:2], "text"] = ["", " \n"]
+    done.__dict__["frame"] = frame
+    assert done.empty == 2
+    assert "; 2 answers are empty (does the model expect its chat template" in str(done)
+
+
 # --- report -----------------------------------------------------------------------------------------------
 
 

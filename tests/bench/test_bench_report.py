@@ -221,7 +221,7 @@ def test_what_has_no_value_says_why(tmp_path):
     assert table[["C", "few", "none"]].isna().all().all()
     assert table["T"].notna().all()
     assert made.table("answers").loc["SAUQ"].tolist() == [9, 2, 0, 12]
-    for task, said in (("C", "PRR is NaN"), ("C", "all lengths"), ("few", "too few"), ("none", "empty")):
+    for task, said in (("C", "PRR is NaN"), ("C", "all lengths"), ("few", "too few"), ("none", "no answers yet")):
         assert any(notice.startswith(f"{task}: ") and said in notice for notice in made.notices), (task, said)
     assert "method" not in " ".join(made.notices)  # what is true of all is said once
     assert made.to_markdown()

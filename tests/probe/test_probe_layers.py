@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from probe.support import FREE, bridge, tokens
+from tiny import tiny_model
 
 import attnprobe as ap
 from attnprobe.functional import leverage_scores
@@ -71,3 +72,110 @@ def test_leverage_is_computed_once_and_again_when_the_weights_change(monkeypatch
     assert len(calls) == 2
     torch.testing.assert_close(second, leverage_scores(host.unembedding().detach()))
     assert not torch.equal(first, second)
+
+
+class KeyMass(ap.Analyzer):
+    """Attention to the first keys."""
+
+    def __init__(self, keys, **settings):
+        super().__init__(**settings)
+        self.keys = keys
+
+    def update(self, rows):
+        self.accumulate(mass=rows.pattern[..., : self.keys].sum((-1, -2)), rows=rows.count[:, None])
+
+    def compute(self):
+        return {"key_mass": self.total["mass"] / self.total["rows"]}
+
+
+class ScreenedKeys(ap.ScreenedRecurrent):
+    signal = "key_mass_screened"
+
+    def __init__(self, keys):
+        super().__init__()
+        self.name, self.keys = f"ScreenedKeys{keys}", keys
+
+    def analyzers(self):
+        return [*super().analyzers(), self.at_chosen_heads(KeyMass(self.keys))]
+
+
+class Strided(ap.Recurrent):
+    name, signal = "Strided", "self_attention"
+
+    def analyzers(self):
+        return [ap.SelfAttention(final=False, trace=True, stride=3)]
+
+
+class Doubt(ap.Recurrent):
+    name, signal = "Doubt", "self_attention"
+
+    def analyzers(self):
+        return [ap.SelfAttention(trace=True)]
+
+
+@pytest.mark.parametrize("host", ["bridge", "plain"])
+def test_two_traces_of_one_name_are_refused_unless_they_are_the_same(host):
+    model = (
+        bridge("llama")
+        if host == "bridge"
+        else ap.load_model(tiny_model("llama", attention="sdpa"), host="transformers")
+    )
+    prompt = tokens(7)[0].tolist()
+    with pytest.raises(ValueError, match="two analyzers both trace 'key_mass' and their values differ"):
+        ap.score(model, prompt, methods=[ScreenedKeys(1), ScreenedKeys(3)], max_new_tokens=6)
+    with pytest.raises(ValueError, match="two analyzers both trace 'self_attention'"):
+        ap.score(model, prompt, methods=["RAUQ", Strided()], max_new_tokens=6)
+    both = ap.score(model, prompt, methods=["RAUQ", Doubt()], max_new_tokens=6)[0]
+    assert both.uncertainty["RAUQ"] == pytest.approx(both.uncertainty["Doubt"])
+
+
+@pytest.mark.parametrize("method", [ap.SAUQ(), ap.SAUQ(screen="mean"), ap.LogDetRAUQ()], ids=lambda one: one.name)
+@pytest.mark.parametrize("turns", [(4, 1, 6), (4, 6)])
+@pytest.mark.parametrize("host", ["bridge", "plain"])
+def test_a_chat_with_short_turns_is_scored_like_its_last_answer(host, turns, method):
+    """Each turn appends a user's tokens and an answer to the same cache."""
+    hooked = bridge("llama")
+    plain = tiny_model("llama", attention="sdpa")
+    model = hooked if host == "bridge" else ap.load_model(plain, host="transformers")
+    text = tokens(4 + sum(turns) + 3 * len(turns), seed=5)[0].tolist()
+    probe = method.probe()
+    cache, seen = None, 0
+    with probe.attach(model), torch.no_grad():
+        driver = host_of(model)
+        for i, turn in enumerate(turns):
+            new = 4 if i == 0 else 3
+            for piece in (new, *[1] * (turn - 1)):
+                ids = torch.tensor([text[seen : seen + piece]])
+                seen += piece
+                mask = torch.ones(1, seen, dtype=torch.int64)
+                _, cache = driver.decode(ids, mask, cache, 1)
+            seen_prompt = seen - (turn - 1)
+    probe.last_tokens(torch.tensor([text[seen]]))
+    found = method.score(probe)[0].uncertainty
+    expected = ap.score(model, text[:seen_prompt], completions=[text[seen_prompt : seen + 1]], methods=[method])
+    assert found == pytest.approx(expected[0].uncertainty[method.name], rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3, 4])
+@pytest.mark.parametrize("method", [ap.SAUQ(), ap.LapEigValRAUQ()], ids=lambda one: one.name)
+def test_a_prompt_that_is_read_in_chunks(method, chunk):
+    model = ap.load_model(tiny_model("llama", attention="sdpa"), host="transformers")
+    ids = tokens(9, seed=2)[0][None]
+    settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None, pad_token_id=0)
+    probe = method.probe()
+    with probe.attach(model), torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), prefill_chunk_size=chunk, **settings)
+    found = method.score(probe)[0].uncertainty
+    expected = ap.score(model, ids[0].tolist(), completions=[out[0, 9:].tolist()], methods=[method])[0]
+    assert found == pytest.approx(expected.uncertainty[method.name], rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", [[1.7], [True], ["5"], 3.5])
+def test_layers_of_a_score_are_whole_numbers(layers):
+    with pytest.raises(TypeError, match="give whole numbers"):
+        ap.SAUQ(layers=layers)
+
+
+def test_alpha_is_a_number():
+    with pytest.raises(ValueError, match=r"alpha='0.2' weighs a probability"):
+        ap.SAUQ(alpha="0.2")

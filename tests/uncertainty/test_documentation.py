@@ -97,5 +97,31 @@ def test_a_score_that_names_no_signal_says_so():
     Forgot.signal = "self_attention"
     assert Forgot().assess(made).uncertainty == pytest.approx(1 - np.log([1, 0.2 + 0.8 * 0.5]).mean())
     Forgot.signal = "sink_mass"
-    with pytest.raises(ValueError, match="reads the trace of 'sink_mass' and the probe kept none"):
+    with pytest.raises(
+        ValueError, match=r"reads the trace of 'sink_mass' and there is none \(there are self_attention traces"
+    ):
         Forgot().assess(made)
+    Forgot.signal = "self_attention"
+    high = Evidence(np.zeros(2), np.zeros(2), {"self_attention": np.full((1, 1, 2), 1.5)}, (4,), (7,), 5, 9)
+    with pytest.raises(ValueError, match=r"the signal of Forgot is 1\.5 in layer 4, head 7, step 2: a routing signal"):
+        Forgot(layers=[4]).assess(high)
+
+
+def test_tokens_are_ids_and_models_are_no_names():
+    probe = ap.Probe([ap.SelfAttention(trace=True)], logits=True)
+    for wrong in ("abc", [1, 2], np.zeros((1, 2))):
+        with pytest.raises(TypeError, match="tokens are the generated ids"):
+            ap.RAUQ().score(probe, wrong)
+    with pytest.raises(TypeError, match=r"str is neither: load one by its name with attnprobe.load_model\('gpt2'\)"):
+        ap.score("gpt2", "a prompt")
+
+
+def test_the_length_that_the_page_speaks_of():
+    """U = 1 + Perplexity + (T - 1)/T log(1/a) where nothing is carried over."""
+    log_p = np.log([0.9, 0.5, 0.7, 0.3])
+    made = Evidence(log_p, np.zeros(4), {"self_attention": np.zeros((1, 1, 4))}, (0,), (0,), 1, 9)
+
+    class Alone(ap.Recurrent):
+        name, signal = "Alone", "self_attention"
+
+    assert Alone(layers=[0]).assess(made).uncertainty == pytest.approx(1 - log_p.mean() + 0.75 * np.log(5))
