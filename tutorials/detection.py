@@ -18,16 +18,20 @@ import pandas as pd
 import attnprobe as ap
 from attnprobe import detection, metrics
 
+# Strata of answer length: five of them are so wide that length still tells inside.
+BINS = 20
 
-def labelled_answers(path: Path, rows: int | None) -> pd.DataFrame:
-    """A row an answer: prompt, answer, label (1: hallucinated) and the question it belongs to."""
+
+def labelled_answers(path: Path, rows: int | None = None, strip: bool = False) -> pd.DataFrame:
+    """A row an answer: prompt, answer, label (1: hallucinated), question; `strip` takes full stops off the end."""
     listed = []
     for line in path.read_text(encoding="utf-8").splitlines()[:rows]:
         row = json.loads(line)
         context = f"Context: {row['context'].strip()}\n" if row.get("context") else ""
         prompt = f"{context}Question: {row['question'].strip()}\nAnswer:"
         for label, name in enumerate(("right_answer", "hallucinated_answer")):
-            listed.append({"question": row["id"], "prompt": prompt, "answer": row[name].strip(), "label": label})
+            answer = row[name].strip().rstrip(".") if strip else row[name].strip()
+            listed.append({"question": row["id"], "prompt": prompt, "answer": answer, "label": label})
     return pd.DataFrame(listed)
 
 
@@ -42,7 +46,7 @@ def compare(features: detection.Features, answers: pd.DataFrame, seeds: int) -> 
     for kind in (*features.settings.kinds, "all of them"):
         some = features.only(kind) if kind in detection.KINDS else features
         score = detection.out_of_fold(some, label, question, seed=0)
-        fixed = metrics.length_controlled_auroc(score, label, length)
+        fixed = metrics.length_controlled_auroc(score, label, length, bins=BINS)
         held_out = [detection.evaluate(some, label, question, seed=s).auroc.estimate for s in range(seeds)]
         rows.append(
             {
@@ -53,10 +57,17 @@ def compare(features: detection.Features, answers: pd.DataFrame, seeds: int) -> 
                 f"held-out fifth, {seeds} seeds": f"{np.mean(held_out):.3f} +- {np.std(held_out, ddof=1):.3f}",
             }
         )
-    alone = detection.grouped_auroc(length, label, question)
-    return pd.DataFrame(
-        [*rows, {"features": "tokens of the answer alone", "number": 1, "AUROC, 5 folds": shown(alone)}]
-    )
+    for name, score in baselines(answers, length).items():
+        fixed = metrics.length_controlled_auroc(score, label, length, bins=BINS)
+        auroc = shown(detection.grouped_auroc(score, label, question))
+        rows.append({"features": name, "number": 1, "AUROC, 5 folds": auroc, "at fixed length": f"{fixed.auroc:.3f}"})
+    return pd.DataFrame(rows).fillna("")
+
+
+def baselines(answers: pd.DataFrame, length: np.ndarray) -> dict[str, np.ndarray]:
+    """What no model is needed for: a detector that does no better has learnt how answers are written."""
+    full_stop = answers["answer"].str.rstrip().str.endswith(".").to_numpy(dtype=float)
+    return {"tokens of the answer": length, "the answer ends with a full stop": full_stop}
 
 
 def main() -> None:
@@ -65,11 +76,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("features"), help="where features are kept")
     parser.add_argument("--detector", type=Path, default=Path("detector.npz"), help="where the detector goes")
     parser.add_argument("--rows", type=int, help="so many questions, from the first on; all by default")
+    parser.add_argument("--strip-full-stops", action="store_true", help="take full stops off the end of answers")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=10, help="splits into four fifths and one")
     given = parser.parse_args()
 
-    answers = labelled_answers(given.data, given.rows)
+    answers = labelled_answers(given.data, given.rows, given.strip_full_stops)
     model = ap.load_model(host="transformers")
     settings = detection.FeatureSettings(list(detection.KINDS), k=16, max_tokens=given.max_tokens)
     features = detection.features_of(model, answers["prompt"], answers["answer"], settings, folder=given.folder)
