@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Text = str | Sequence[int]
+from attnprobe.truncation import SHORTEST_PROMPT, middle_cut
 
-#: An answer has to leave so many tokens to a prompt that must be cut.
-SHORTEST_PROMPT = 16
+Text = str | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def reading_of(prompt: Text, answer: Text, tokenizer: Any, max_tokens: int, whic
             f"the answer of {which} has {len(answer_ids)} tokens and leaves no room for its prompt of "
             f"{len(prompt_ids)} in max_tokens={max_tokens}: use more, or leave the text out."
         )
-    kept = [*prompt_ids[: (keep + 1) // 2], *prompt_ids[len(prompt_ids) - keep // 2 :]]
+    kept = middle_cut(prompt_ids, keep)
     return Reading(kept, answer_ids, len(prompt_ids) - len(kept))
 
 

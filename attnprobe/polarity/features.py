@@ -27,6 +27,7 @@ from attnprobe.polarity.answers import LabelledAnswer, content_hash
 from attnprobe.polarity.reading import TRUNCATION, Reading, readings
 from attnprobe.probe import Probe
 from attnprobe.uncertainty.decode import read
+from attnprobe.weights import weights_digest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -265,13 +266,3 @@ def _record(
     fingerprint = hashlib.sha256(repr(sorted(config.items())).encode()).hexdigest()
     name = model_name or str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
     return Record(config, fingerprint, (CUT, *names), (label,), name, (library_versions(),))
-
-
-def weights_digest(model: torch.nn.Module) -> str:
-    """A hash of the beginning of every weight: what tells models apart that go by one name."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
-        if not weight.is_meta:
-            digest.update(weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return digest.hexdigest()

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnprobe.polarity.answers import LabelledAnswer
-
-#: An answer that leaves fewer tokens than this to its prompt is left out.
-SHORTEST_PROMPT = 16
+from attnprobe.truncation import SHORTEST_PROMPT, middle_cut
 
 TRUNCATION = (
     "a prompt that is too long loses the middle: its first ceil(k/2) and its last floor(k/2) tokens stay, k being what "
@@ -37,17 +35,6 @@ class Reading:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.completion)
-
-
-def middle_cut(prompt: Sequence[int], keep: int) -> list[int]:
-    """The first ceil(keep/2) and the last floor(keep/2) tokens of a prompt that has more than `keep`.
-
-    >>> middle_cut([1, 2, 3, 4, 5, 6], 3)
-    [1, 2, 6]
-    """
-    if len(prompt) <= keep:
-        return list(prompt)
-    return [*prompt[: (keep + 1) // 2], *prompt[len(prompt) - keep // 2 :]]
 
 
 def readings(answers: Sequence[LabelledAnswer], tokenizer: Any, max_tokens: int) -> list[Reading]:

@@ -16,7 +16,8 @@ import attnprobe
 from attnprobe.hosts import host_of
 from attnprobe.polarity import LabelledAnswer, features_of
 from attnprobe.polarity.features import read_features
-from attnprobe.polarity.reading import SHORTEST_PROMPT, middle_cut, readings
+from attnprobe.polarity.reading import readings
+from attnprobe.truncation import SHORTEST_PROMPT, middle_cut
 
 ROOT = Path(attnprobe.__file__).parents[1]
 FIVE_HEADS = [(0, 0), (0, 3), (1, 2), (2, 1), (2, 3)]
