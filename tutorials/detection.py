@@ -64,6 +64,21 @@ def compare(features: detection.Features, answers: pd.DataFrame, seeds: int) -> 
     return pd.DataFrame(rows).fillna("")
 
 
+def transferred(
+    features: detection.Features, answers: pd.DataFrame, others: detection.Features, other: pd.DataFrame
+) -> pd.DataFrame:
+    """A row a set of features: AUROC on other answers, of detectors fitted on these."""
+    label, question = other["label"].to_numpy(), other["question"]
+    rows = []
+    for kind in features.settings.kinds:
+        detector = detection.Detector.fit(features.only(kind), answers["label"], test_share=0)
+        elsewhere = detection.grouped_auroc(detector.probability(others.only(kind)), label, question)
+        own = detection.grouped_auroc(detection.out_of_fold(others.only(kind), label, question), label, question)
+        rows.append({"features": kind, "AUROC there": shown(elsewhere), "fitted there, 5 folds": shown(own)})
+    alone = detection.grouped_auroc(others.answer_tokens, label, question)
+    return pd.DataFrame([*rows, {"features": "tokens of the answer", "AUROC there": shown(alone)}]).fillna("")
+
+
 def baselines(answers: pd.DataFrame, length: np.ndarray) -> dict[str, np.ndarray]:
     """What no model is needed for: a detector that does no better has learnt how answers are written."""
     full_stop = answers["answer"].str.rstrip().str.endswith(".").to_numpy(dtype=float)
@@ -76,6 +91,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("features"), help="where features are kept")
     parser.add_argument("--detector", type=Path, default=Path("detector.npz"), help="where the detector goes")
     parser.add_argument("--rows", type=int, help="so many questions, from the first on; all by default")
+    parser.add_argument("--transfer", type=Path, help="other labelled answers, to apply the detectors to")
+    parser.add_argument("--transfer-rows", type=int, default=40)
     parser.add_argument("--strip-full-stops", action="store_true", help="take full stops off the end of answers")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=10, help="splits into four fifths and one")
@@ -91,6 +108,14 @@ def main() -> None:
     )
     print(f"{features.truncated} prompts cut to fit {given.max_tokens} tokens, {features.cut.sum()} tokens in all")
     print(compare(features, answers, given.seeds).to_string(index=False))
+
+    if given.transfer is not None:
+        other = labelled_answers(given.transfer, given.transfer_rows, given.strip_full_stops)
+        others = detection.features_of(model, other["prompt"], other["answer"], settings, folder=given.folder)
+        print(
+            f"{given.transfer.stem}: {len(others)} answers, {others.truncated} prompts cut by {others.cut.sum()} tokens"
+        )
+        print(transferred(features, answers, others, other).to_string(index=False))
 
     detector = detection.Detector.fit(features.only("tdo"), answers["label"], groups=answers["question"])
     detector.save(given.detector)
