@@ -18,6 +18,7 @@ from attnprobe.bench.extra import need
 from attnprobe.bench.methods import build_method
 from attnprobe.bench.prompts import Template, check_item_template
 from attnprobe.bench.quality import QUALITIES, WITH_ALIGNSCORE, WITHOUT_A_MODEL, Quality, quality_function
+from attnprobe.bench.store import check_methods
 from attnprobe.bench.yaml_file import read_yaml
 from attnprobe.uncertainty.registry import AnyMethod
 
@@ -284,9 +285,11 @@ class RunConfig(BaseModel):
     @field_validator("methods")
     @classmethod
     def _methods_are_told_apart(cls, methods: tuple[MethodConfig, ...]) -> tuple[MethodConfig, ...]:
-        twice = _twice([method.build().name for method in methods])
+        names = [method.build().name for method in methods]
+        twice = _twice(names)
         if twice is not None:
             raise ValueError(f"{twice!r} is there twice: give one of them a label")
+        check_methods(names)
         return methods
 
     @model_validator(mode="after")

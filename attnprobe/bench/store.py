@@ -167,7 +167,10 @@ def open_store(folder: str | os.PathLike[str], record: Record) -> Iterator[Store
     import filelock
 
     folder = Path(folder)
-    (folder / ROWS).mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / ROWS).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"the output {str(folder)!r} is a file, or lies in one: name a folder.") from None
     lock = filelock.FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)

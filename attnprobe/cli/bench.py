@@ -97,6 +97,11 @@ def report(
 ) -> None:
     """Print how well each method ranks answers, task by task; a run may be going on meanwhile."""
     with plain_errors(debug):
+        for path in (csv, markdown, latex):  # before minutes of resampling
+            if path is not None and not path.absolute().parent.is_dir():
+                raise FileNotFoundError(
+                    f"there is no folder {str(path.parent)!r} to write {path.name!r} to: make it first."
+                )
         from attnprobe.bench.reporting import report as make_report
 
         with Console(stderr=True).status("Resampling"):  # a minute or two for thousands of answers
@@ -109,9 +114,9 @@ def report(
                 resamples=resamples,
                 permutations=resamples,
             )
-        for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
-            if path is not None:
-                write(path)
         print_sections(made.sections())
         for notice in made.notices:
             typer.echo(f"note: {visible(notice)}", err=True)
+        for path, write in ((csv, made.to_csv), (markdown, made.to_markdown), (latex, made.to_latex)):
+            if path is not None:
+                write(path)

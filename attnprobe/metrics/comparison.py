@@ -182,6 +182,7 @@ def compare(
 
     Raises:
         ValueError: no scores, a baseline that is not among them, or as `paired_test`; the message names the method.
+        TypeError: scores without names.
 
     >>> from attnprobe.metrics import compare
     >>> table = compare({"good": [1, 2, 3, 4], "bad": [4, 3, 2, 1]}, [1.0, 0.9, 0.2, 0.1], baseline="bad")
@@ -190,6 +191,8 @@ def compare(
 
     Source: `bootstrap`, `paired_test`, `holm_correction`.
     """
+    if not hasattr(scores, "items"):
+        raise TypeError(f"scores is a {type(scores).__name__}: give a name and an array for each, {{name: scores}}.")
     if not len(scores):
         raise ValueError("there are no scores to compare; give a name and an array for each.")
     if baseline is not None and baseline not in scores:

@@ -8,6 +8,7 @@ exact expectation over all orders of them: a part of a tied run counts with the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from jaxtyping import Float
@@ -164,8 +165,8 @@ def _checked(uncertainty: ArrayLike, quality: ArrayLike) -> tuple[np.ndarray, np
 
 
 def _points(n: int, max_rejection: float) -> int:
-    if not 0 < max_rejection <= 1:
-        raise ValueError(f"max_rejection is {max_rejection}; give a fraction of the answers, in (0, 1].")
+    if isinstance(max_rejection, bool) or not isinstance(max_rejection, Real) or not 0 < max_rejection <= 1:
+        raise ValueError(f"max_rejection is {max_rejection!r}; give a fraction of the answers, in (0, 1].")
     return int(max_rejection * n)
 
 

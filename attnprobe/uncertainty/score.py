@@ -133,6 +133,8 @@ def score(
     _check_count("batch_size", batch_size)
     _check_vocabulary(prompt_ids, completion_ids or [], host.vocabulary)
     _check_context(prompt_ids, completion_ids, max_new_tokens, host.context)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int | np.integer)):
+        raise TypeError(f"seed={seed!r}: use a whole number.")
     choose = sampler(_device(model), temperature, top_k, top_p, seed) if do_sample else greedy
     how = Decoding(
         max_new_tokens=max_new_tokens,

@@ -238,6 +238,20 @@ def test_a_report_of_half_a_run_says_so(tmp_path, model):
     assert "second: there are no answers yet." in done.output
 
 
+def test_what_cannot_be_written_is_told_first(output, tmp_path, model):
+    done = run("report", output, "--csv", tmp_path / "none" / "x.csv")
+    assert done.exit_code == 2
+    assert "there is no folder" in done.stderr
+    (tmp_path / "taken").write_text("")
+    failed = run("run", write_config(tmp_path, model, output=str(tmp_path / "taken")))
+    assert failed.exit_code == 2
+    assert "is a file, or lies in one: name a folder" in failed.stderr
+    labelled = write_config(tmp_path, model, methods=[{"name": "SAUQ", "label": "text"}])
+    failed = run("run", labelled)
+    assert failed.exit_code == 2
+    assert "run.yaml': methods: a method cannot be called 'text'" in failed.stderr
+
+
 def test_empty_answers_are_said(tmp_path, model, monkeypatch):
     done = runner.run(write_config(tmp_path, model, rows=5))
     frame = done.frame.copy()
@@ -285,7 +299,7 @@ def test_mistakes_in_a_report(output, tmp_path):
     one_sentence(run("report", output, "--baseline", "x"), 2, "baseline 'x' is not among the methods")
     one_sentence(run("report", output, "--max-rejection", 2), 2, "max_rejection is 2.0")
     one_sentence(run("report", output, "--metric", "f1"), 2, "there is no metric 'f1'")
-    one_sentence(run("report", output, "--csv", tmp_path / "no" / "folder.csv"), 2, "No such file or directory")
+    one_sentence(run("report", output, "--csv", tmp_path / "no" / "folder.csv"), 2, "there is no folder")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["report", "--help"]])

@@ -125,3 +125,10 @@ def test_the_length_that_the_page_speaks_of():
         name, signal = "Alone", "self_attention"
 
     assert Alone(layers=[0]).assess(made).uncertainty == pytest.approx(1 - log_p.mean() + 0.75 * np.log(5))
+
+
+def test_numbers_that_are_none():
+    with pytest.raises(ValueError, match=r"max_rejection is '0\.5'"):
+        ap.metrics.prediction_rejection_ratio([1, 2, 3, 4], [1, 0, 1, 0], "0.5")
+    with pytest.raises(TypeError, match="scores is a list: give a name and an array for each"):
+        ap.metrics.compare([[1, 2, 3, 4]], [1, 0, 1, 0])
