@@ -179,3 +179,9 @@ def test_layers_of_a_score_are_whole_numbers(layers):
 def test_alpha_is_a_number():
     with pytest.raises(ValueError, match=r"alpha='0.2' weighs a probability"):
         ap.SAUQ(alpha="0.2")
+
+
+@pytest.mark.parametrize("layers", [[], [-1]])
+def test_layers_of_a_score_are_at_least_one(layers):
+    with pytest.raises(ValueError, match="give at least one layer number, counted from 0"):
+        ap.SAUQ(layers=layers)

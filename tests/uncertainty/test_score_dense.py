@@ -584,7 +584,6 @@ def sentence(caught) -> str:
         ("text", {}, "no tokenizer"),
         ([PROMPT], {"completions": ["text"]}, "no tokenizer"),
         ([PROMPT], {"methods": ap.SAUQ(layers=[7])}, r"\[7\]"),
-        ([PROMPT], {"methods": ap.SAUQ(layers=[])}, "layer"),
         ([PROMPT], {"do_sample": True, "temperature": 0.0}, "temperature"),
         ([PROMPT], {"do_sample": True, "temperature": -1.0}, "temperature"),
         ([PROMPT], {"do_sample": True, "top_k": 0}, "top_k"),
