@@ -160,7 +160,7 @@ def open_store(folder: str | os.PathLike[str], record: Record) -> Iterator[Store
     """Hold an output folder for writing; a new one is made, one of the same fingerprint is gone on with.
 
     Raises:
-        ValueError: the folder holds rows of other settings, or something that is no run.
+        ValueError: the folder holds rows of other settings, or something that is no run, or is a file.
         RuntimeError: another run holds it.
         OSError: it cannot be made or read.
     """
@@ -302,6 +302,8 @@ def _settle(folder: Path, record: Record) -> list[str]:
         return []
     old = read_record(folder)
     if old.fingerprint != record.fingerprint:
+        if _all_failed(folder):  # a mistake in the settings, which have been put right
+            return [_set_aside(folder, record)]
         differing = differences(_decisive(old), _decisive(record)) or ["what is in the files of data has changed"]
         raise ValueError(
             f"{str(folder)!r} holds rows of other settings ({'; '.join(differing)}): name another output, or go back "
@@ -313,6 +315,23 @@ def _settle(folder: Path, record: Record) -> list[str]:
     _write_record(folder, Record(**{**vars(old), "versions": (*old.versions, *new)}))
     said = "; ".join(differences(old.versions[-1], new[-1]))
     return [f"the rows that are there were written by other versions ({said})."]
+
+
+def _all_failed(folder: Path) -> bool:
+    """There are rows, all of them can be read, and none has an answer."""
+    found = read_rows(folder)
+    return found.table is not None and not found.damaged and found.table["error"].null_count == 0
+
+
+def _set_aside(folder: Path, record: Record) -> str:
+    """Keep the parts of a run in which everything failed under other names, and begin another in its folder."""
+    parts = _parts(folder)
+    for path in parts:
+        os.replace(path, path.with_name(f"_failed-{path.name}"))
+    _write_record(folder, record)
+    return (
+        f"all rows of the last run had failed, under other settings: its {len(parts)} parts are kept as _failed-... ."
+    )
 
 
 def _decisive(record: Record) -> dict[str, Any]:

@@ -473,3 +473,15 @@ def test_examples_of_one_id_are_refused(config, monkeypatch):
     monkeypatch.setattr("attnprobe.bench.tasks.examples", lambda *args, **kwargs: twice)
     with pytest.raises(ValueError, match="two examples with the id 'q'"):
         run(config)
+
+
+def test_a_run_in_which_all_failed_makes_way_for_other_settings(tmp_path, model):
+    failed = runner.run(write_config(tmp_path, model, rows=5, methods=[{"name": "RAUQ", "layers": [99]}]))
+    assert failed.failed == failed.rows > 0
+    done = runner.run(write_config(tmp_path, model, rows=5))
+    assert done.failed == 0
+    assert "all rows of the last run had failed" in done.notices[0]
+    aside = [path.name for path in (tmp_path / "out" / "rows").iterdir() if path.name.startswith("_failed-")]
+    assert aside
+    again = runner.run(write_config(tmp_path, model, rows=5))
+    assert (again.new, again.rows) == (0, done.rows)

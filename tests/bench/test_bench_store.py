@@ -198,7 +198,7 @@ def test_folders_that_are_no_run(tmp_path):
     with pytest.raises(ValueError, match=r"holds rows and no run\.json"), open_store(tmp_path, record()):
         pass
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="file"), open_store(tmp_path / "file", record()):
+    with pytest.raises(ValueError, match="is a file, or lies in one"), open_store(tmp_path / "file", record()):
         pass
 
 
