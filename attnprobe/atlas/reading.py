@@ -33,6 +33,7 @@ from attnprobe.analyzers import (
     ValueWeightedAttention,
 )
 from attnprobe.atlas.texts import Text, content_hash
+from attnprobe.bench.extra import need
 from attnprobe.bench.progress import Bars
 from attnprobe.bench.runner import library_versions
 from attnprobe.bench.store import Record, Row, key_of, open_store, read_rows
@@ -109,7 +110,9 @@ def read_heads(
         ValueError: the folder holds readings of other texts, of another model or by other analyzers; no text could be
             read; a limit that the model cannot keep.
         RuntimeError: another run holds the folder.
+        ImportError: pyarrow is not installed.
     """
+    need("pyarrow")
     host = host_of(model)
     described = {name: dict(about) for one in analyzers for name, about in one.variables.items()}
     columns, layers = _columns(host, analyzers)

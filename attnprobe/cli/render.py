@@ -47,11 +47,9 @@ def plain(value: Any) -> Any:
 
 
 def record(score: Any) -> dict[str, Any]:
-    """One answer as `--json` prints it: prompt, text, why it ended, uncertainty by method, and a row a token."""
+    """One answer as the object that `--json` prints: text, uncertainty by method, and a row a token."""
     return {
-        "prompt": score.prompt,
         "text": score.text,
-        "finish": score.finish,
         "uncertainty": plain(dict(score.uncertainty)),
         "tokens": plain(score.tokens.to_dict(orient="records")),
     }

@@ -26,7 +26,6 @@ ROOT = str(Path(ap.__file__).parents[1])
 @dataclass
 class FakeScore:
     prompt: str
-    finish: str = "eos"
     text: str = " Paris.\x1b[31m[bold]red[/bold]"
     uncertainty: dict[str, float] = field(default_factory=lambda: {"SAUQ": 0.25})
     tokens: pd.DataFrame = field(
@@ -205,7 +204,7 @@ def test_json_is_strict_and_one_object_a_line(calls):
         raise AssertionError(f"{name} is not JSON")
 
     found = json.loads(line, parse_constant=refuse)
-    assert list(found) == ["prompt", "text", "finish", "uncertainty", "tokens"]
+    assert list(found) == ["text", "uncertainty", "tokens"]
     assert found["text"] == FakeScore("").text
     assert found["uncertainty"] == {"SAUQ": 0.25}
     assert found["tokens"][0] == {
