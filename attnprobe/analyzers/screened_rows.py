@@ -179,7 +179,7 @@ class _Replay:
         found = dict(blocks)
         # a head that one has chosen is replayed for all: most of the work is in its rows and their products
         wanted = torch.stack([self._wanted(one, blocks[one.block.ratio_name]) for one in self._asked]).any(0)
-        sequences, heads = wanted.nonzero(as_tuple=True)
+        sequences, heads = wanted.nonzero().unbind(1)
         size = max(1, _GRAM_ENTRIES // self._rows.n_key**2)
         for pairs in zip(sequences.split(size), heads.split(size), strict=True):
             self._replay(found, *pairs)
