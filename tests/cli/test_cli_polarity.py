@@ -112,8 +112,8 @@ def test_a_folder_that_cannot_be_written(call, tmp_path):
     path = write_pairs(tmp_path / "one.jsonl", 2)
     (tmp_path / "file").write_text("", encoding="utf-8")
     found = call(path, "--out", "file", *FEW)
-    assert found.exit_code == 1
-    assert found.stderr.startswith("error: ")
+    assert found.exit_code == 2
+    assert "is a file, or lies in one: name a folder" in found.stderr
     assert "Traceback" not in found.stderr
 
 

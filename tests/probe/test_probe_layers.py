@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from probe.support import FREE, bridge, tokens
-from tiny import tiny_model
+from tiny import tiny_bridge, tiny_model
 
 import attnprobe as ap
 from attnprobe.functional import leverage_scores
@@ -62,7 +62,7 @@ def test_leverage_is_computed_once_and_again_when_the_weights_change(monkeypatch
 
     calls = []
     monkeypatch.setattr(module, "leverage_scores", lambda w: calls.append(1) or leverage_scores(w))
-    host = host_of(bridge("llama"))
+    host = host_of(tiny_bridge("llama"))  # its own: the weights are changed
     first = leverage_of(host)
     assert leverage_of(host) is first
     assert len(calls) == 1
