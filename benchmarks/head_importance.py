@@ -103,7 +103,7 @@ def increases(model: Any, ids: Tensor, reference: Tensor, modes: tuple[str, ...]
                 for head in range(model.config.num_attention_heads):
                     for mode in modes:
                         given = {"reference": reference} if mode == "mean" else {}
-                        with ap.ablate(model, [(layer, head)], mode=mode, **given):  # type: ignore[arg-type]
+                        with ap.ablate(model, [(layer, head)], mode=mode, **given):  # type: ignore[arg-type] # a name
                             after = losses(model(inputs_embeds=entered[layer], use_cache=False).logits, ids)
                         added = (after - before).numpy()
                         error = added.std(ddof=1) / len(added) ** 0.5 if len(added) > 1 else float("nan")

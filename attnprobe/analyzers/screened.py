@@ -83,7 +83,7 @@ class ScreenedTrace(Analyzer):
 
     def start(self, pool: StatisticPool | None = None, leverage: Tensor | None = None) -> ScreenedTrace:
         fresh = super().start(pool, leverage)
-        fresh._rows  # noqa: B018 # all that share rows are known before the first of them
+        fresh._shared_rows()  # all that share rows are known before the first of them
         return fresh
 
     def merge(self, other: Analyzer) -> None:
@@ -92,24 +92,23 @@ class ScreenedTrace(Analyzer):
         )
 
     def update(self, rows: Rows) -> None:
-        self._rows.update(rows)
+        self._shared_rows().update(rows)
 
     def trace_rows(self, rows: Rows) -> dict[str, Tensor]:
         """Nothing yet: see `late_trace`."""
-        self._rows.trace(rows)
+        self._shared_rows().trace(rows)
         return {}
 
     def compute(self) -> dict[str, Tensor]:
         return {}
 
     def begin_generation(self) -> None:
-        self._rows.begin_generation()
+        self._shared_rows().begin_generation()
 
     def late_trace(self) -> dict[str, Float[Tensor, "batch head row"]]:
-        return self._rows.values()
+        return self._shared_rows().values()
 
-    @property
-    def _rows(self) -> ScreenedRows:
+    def _shared_rows(self) -> ScreenedRows:
         """The rows of the site, shared with others of this class."""
         rows = self.use(ScreenedRows)
         rows.ask(Screening(self.analyzer, self._compared, self.screen == "mean", self.leverage))

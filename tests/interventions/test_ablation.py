@@ -336,7 +336,7 @@ def test_nothing_stays_when_entering_or_a_forward_fails(host):
     model = model_of("llama", host)
     (ids,) = tokens(8)
     before = state_of(model)
-    with pytest.raises(ValueError, match="take head_means of this model"):  # noqa: SIM117
+    with pytest.raises(ValueError, match="take head_means of this model"):  # noqa: SIM117 # one line would be too long
         with ap.ablate(model, [(0, 0)], mode="mean", reference=torch.zeros(3, 4, 5)):
             logits_of(model, ids[None])
     assert state_of(model) == before

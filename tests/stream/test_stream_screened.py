@@ -133,7 +133,7 @@ def test_keys_of_older_rows_are_let_go():
     rows = rows_of(factors([24]), [10])
     for low in range(0, 24, 6):
         started.update(rows[low : low + 6])
-    held = [chunk.factors.k.untyped_storage().nbytes() for chunk in started._rows._chunks[:-1]]
+    held = [chunk.factors.k.untyped_storage().nbytes() for chunk in started._shared_rows()._chunks[:-1]]
     assert held == [0, 0, 0]
 
 
